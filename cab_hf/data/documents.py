@@ -46,12 +46,12 @@ def make_recall_document(
     tokenizer: Any,
     sentences: Sequence[str],
     length: int,
-    keys: int,
+    num_keys: int,
     index: int,
     seed: int | str = 0,
-    border: int = 1,
+    answer_alignment: int = 1,
 ) -> Document:
-    """Build a document of ``length`` tokens with ``keys`` passkeys, each with a different name.
+    """Build a document of ``length`` tokens with ``num_keys`` passkeys, each with a different name.
 
     Passkeys are stated between sentences of the first half, and repeated in another order between
     sentences of the second half; the positions are random. If the second half starts inside a
@@ -63,72 +63,89 @@ def make_recall_document(
         sentences: sentences of the filler text, which starts at a random sentence and continues
             with the first sentence after the last.
         length: number of tokens in the document.
-        keys: number of passkeys.
+        num_keys: number of passkeys.
         index: index of the document. Each index has other passkeys and another first sentence.
-        seed: seed of the random generator, in addition to ``length``, ``keys`` and ``index``.
-        border: the position of the first token of every answer is a multiple of ``border``.
-            Filler text before each repetition moves the answer to this position.
+        seed: seed of the random generator, in addition to ``length``, ``num_keys`` and ``index``.
+        answer_alignment: the position of the first token of every answer is a multiple of
+            ``answer_alignment``. Filler text before each repetition moves the answer to this
+            position.
 
     Raises:
-        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the
+        ValueError: ``num_keys`` exceeds the number of names, or ``length`` is too small for the
             passkeys.
     """
-    rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    statements, repetitions, digit_spans = _draw_named_keys(tokenizer, keys, rng)
-    prefix = leading_tokens(tokenizer)
-    # number of filler tokens in the first half, and in the document without padding before answers
-    num_first_half = length // 2 - len(prefix) - _total_tokens(statements)
-    max_padding = keys * (border - 1)
-    num_filler = (
-        length - len(prefix) - _total_tokens(statements) - _total_tokens(repetitions) - max_padding
+    rng = random.Random(f"{seed}/{length}/{num_keys}/{index}")
+    statements, repetitions, digit_spans = _draw_named_keys(tokenizer, num_keys, rng)
+    prefix_tokens = leading_tokens(tokenizer)
+    # filler tokens of the first half; below, those of the whole document, where the padding before
+    # answers is not counted as filler
+    num_first_half_tokens = length // 2 - len(prefix_tokens) - _total_tokens(statements)
+    max_padding_tokens = num_keys * (answer_alignment - 1)
+    num_filler_tokens = (
+        length
+        - len(prefix_tokens)
+        - _total_tokens(statements)
+        - _total_tokens(repetitions)
+        - max_padding_tokens
     )
-    pieces = _draw_sentences(tokenizer, sentences, rng, num_filler + max_padding)
-    if 0 <= num_first_half <= num_filler:
-        pieces = _cut_at_border(pieces, num_first_half, num_filler)
+    pieces = _draw_sentences(tokenizer, sentences, rng, num_filler_tokens + max_padding_tokens)
+    if 0 <= num_first_half_tokens <= num_filler_tokens:
+        pieces = _cut_at_border(pieces, num_first_half_tokens, num_filler_tokens)
     piece_ends = [0, *accumulate(map(len, pieces))]
     borders_of_halves = [
-        [index for index, end in enumerate(piece_ends) if end <= num_first_half],
-        [index for index, end in enumerate(piece_ends) if num_first_half <= end <= num_filler],
+        [index for index, end in enumerate(piece_ends) if end <= num_first_half_tokens],
+        [
+            index
+            for index, end in enumerate(piece_ends)
+            if num_first_half_tokens <= end <= num_filler_tokens
+        ],
     ]
     if not all(borders_of_halves):
         raise ValueError(
-            f"length must have room for {keys} keys in both halves, got {length}. Give a larger "
-            "length or fewer keys."
+            f"length must have room for {num_keys} keys in both halves, got {length}. Give a "
+            "larger length or fewer keys."
         )
-    borders = [drawn for half in borders_of_halves for drawn in _draw_borders(rng, half, keys)]
-    padding_tokens = [*chain(*_draw_sentences(tokenizer, sentences, rng, border - 1))]
-    digit_starts = [first for first, _ in digit_spans.values()]
+    borders = [
+        drawn_border
+        for half_borders in borders_of_halves
+        for drawn_border in _draw_borders(rng, half_borders, num_keys)
+    ]
+    padding_tokens = [*chain(*_draw_sentences(tokenizer, sentences, rng, answer_alignment - 1))]
+    digit_starts = [first_digit_token for first_digit_token, _ in digit_spans.values()]
 
     def make_padding(statement_index: int, num_tokens: int) -> Sequence[int]:
         """Return the filler tokens to insert before a statement or repetition.
 
-        They move the digits of a repetition to a multiple of ``border``. Statements need none.
+        They move the digits of a repetition to a multiple of ``answer_alignment``. Statements need
+        none.
 
         Args:
             statement_index: index in ``[*statements, *repetitions]``.
             num_tokens: number of tokens before the statement.
         """
-        if statement_index < keys:
+        if statement_index < num_keys:
             return ()
-        num_padding = -(num_tokens + digit_starts[statement_index - keys]) % border
+        num_padding_tokens = (
+            -(num_tokens + digit_starts[statement_index - num_keys]) % answer_alignment
+        )
         # the last tokens of the filler text, so that the padding ends with a complete sentence
-        return padding_tokens[len(padding_tokens) - num_padding :]
+        return padding_tokens[len(padding_tokens) - num_padding_tokens :]
 
     tokens, spans = insert_statements(
-        prefix,
+        prefix_tokens,
         pieces,
         statements=[*statements, *repetitions],
         borders=borders,
         make_padding=make_padding,
     )
-    return _make_document(tokens[:length], spans[:keys], spans[keys:], digit_spans)
+    return _make_document(tokens[:length], spans[:num_keys], spans[num_keys:], digit_spans)
 
 
 def make_asked_document(
     tokenizer: Any,
     sentences: Sequence[str],
     length: int,
-    keys: int,
+    num_keys: int,
     index: int,
     seed: int | str = 0,
 ) -> tuple[Document, int]:
@@ -139,7 +156,7 @@ def make_asked_document(
     the repetitions differs from the order of the statements.
 
     Args:
-        tokenizer, sentences, length, keys, index, seed: see `make_recall_document`. ``length``
+        tokenizer, sentences, length, num_keys, index, seed: see `make_recall_document`. ``length``
             includes the repetitions.
 
     Returns:
@@ -147,27 +164,27 @@ def make_asked_document(
         prompt_length: number of tokens in the prompt.
 
     Raises:
-        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the
+        ValueError: ``num_keys`` exceeds the number of names, or ``length`` is too small for the
             passkeys.
     """
-    rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    statements, repetitions, digit_spans = _draw_named_keys(tokenizer, keys, rng)
-    prefix = leading_tokens(tokenizer)
+    rng = random.Random(f"{seed}/asked/{length}/{num_keys}/{index}")
+    statements, repetitions, digit_spans = _draw_named_keys(tokenizer, num_keys, rng)
+    prefix_tokens = leading_tokens(tokenizer)
     prompt_length = length - _total_tokens(repetitions)
-    num_filler = prompt_length - len(prefix) - _total_tokens(statements)
-    pieces = _draw_sentences(tokenizer, sentences, rng, num_filler)
+    num_filler_tokens = prompt_length - len(prefix_tokens) - _total_tokens(statements)
+    pieces = _draw_sentences(tokenizer, sentences, rng, num_filler_tokens)
     piece_ends = [0, *accumulate(map(len, pieces))]
-    borders = [index for index, end in enumerate(piece_ends) if end <= num_filler]
+    borders = [index for index, end in enumerate(piece_ends) if end <= num_filler_tokens]
     if not borders:
         raise ValueError(
-            f"length must have room for {keys} keys and {keys} questions, got {length}. Give a "
-            "larger length or fewer keys."
+            f"length must have room for {num_keys} keys and {num_keys} questions, got {length}. "
+            "Give a larger length or fewer keys."
         )
     tokens, needles = insert_statements(
-        prefix, pieces, statements, _draw_borders(rng, borders, keys)
+        prefix_tokens, pieces, statements, _draw_borders(rng, borders, num_keys)
     )
-    prompt = tokens[:prompt_length]
-    tokens, repetition_spans = insert_statements(prompt, [], repetitions, [0] * keys)
+    prompt_tokens = tokens[:prompt_length]
+    tokens, repetition_spans = insert_statements(prompt_tokens, [], repetitions, [0] * num_keys)
     return _make_document(tokens, needles, repetition_spans, digit_spans), prompt_length
 
 
@@ -199,19 +216,22 @@ def insert_copies(
         *((end - max_sentence_tokens, end + 1) for _, end in document.answers),
     ]
 
-    def draw_free_start(low: int, high: int) -> int | None:
+    def draw_free_start(min_start: int, max_end: int) -> int | None:
         """Return a random start of a passage outside ``excluded_spans``; None if none exists.
 
-        The passage starts and ends in [low, high), and is added to ``excluded_spans``.
+        The passage starts and ends in [min_start, max_end), and is added to ``excluded_spans``.
         """
-        starts = [
+        free_starts = [
             start
-            for start in range(low, high - passage_tokens)
-            if all(end <= start or start + passage_tokens <= begin for begin, end in excluded_spans)
+            for start in range(min_start, max_end - passage_tokens)
+            if all(
+                excluded_end <= start or start + passage_tokens <= excluded_start
+                for excluded_start, excluded_end in excluded_spans
+            )
         ]
-        if not starts:
+        if not free_starts:
             return None
-        start = rng.choice(starts)
+        start = rng.choice(free_starts)
         excluded_spans.append((start, start + passage_tokens))
         return start
 
@@ -263,29 +283,34 @@ def _draw_sentences(
     The sentences are consecutive, and the first one is random. Their number of tokens may exceed
     ``num_tokens``.
     """
-    pieces, num_drawn, sentence_iterator = [], 0, cycle_sentences(sentences, rng)
-    while num_drawn < num_tokens:
+    pieces, num_drawn_tokens, sentence_iterator = [], 0, cycle_sentences(sentences, rng)
+    while num_drawn_tokens < num_tokens:
         pieces.append(sentence_tokens(tokenizer, next(sentence_iterator)))
-        num_drawn += len(pieces[-1])
+        num_drawn_tokens += len(pieces[-1])
     return pieces
 
 
-def _cut_at_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
-    """Return ``pieces`` such that a piece starts or ends at a position in [low, high].
+def _cut_at_border(pieces: list[Tokens], min_position: int, max_position: int) -> list[Tokens]:
+    """Return ``pieces`` such that a piece starts or ends in [min_position, max_position].
 
     If no piece does, the piece that contains the middle of the interval is cut in two there.
 
     Args:
         pieces: tokens of consecutive pieces, such as sentences.
-        low, high: positions in tokens from the start of the first piece.
+        min_position, max_position: positions in tokens from the start of the first piece.
     """
     piece_ends = [0, *accumulate(map(len, pieces))]
-    if any(low <= end <= high for end in piece_ends):
+    if any(min_position <= piece_end <= max_position for piece_end in piece_ends):
         return pieces
-    middle = (low + high) // 2
-    index = bisect_right(piece_ends, middle) - 1
-    cut_piece, cut_offset = pieces[index], middle - piece_ends[index]
-    return [*pieces[:index], cut_piece[:cut_offset], cut_piece[cut_offset:], *pieces[index + 1 :]]
+    middle_position = (min_position + max_position) // 2
+    cut_index = bisect_right(piece_ends, middle_position) - 1
+    cut_piece, cut_offset = pieces[cut_index], middle_position - piece_ends[cut_index]
+    return [
+        *pieces[:cut_index],
+        cut_piece[:cut_offset],
+        cut_piece[cut_offset:],
+        *pieces[cut_index + 1 :],
+    ]
 
 
 def _draw_named_keys(
@@ -296,21 +321,26 @@ def _draw_named_keys(
     Returns:
         statements: for each passkey, the tokens of the sentences that state the passkey.
         repetitions: tokens of the sentences that repeat the passkeys, in another order.
-        digits: dict from the index of a passkey in ``statements`` to the span of its digits inside
-            its repetition. The dict has the order of ``repetitions``.
+        digit_spans: dict from the index of a passkey in ``statements`` to the span of its digits
+            inside its repetition. The dict has the order of ``repetitions``.
 
     Raises:
         ValueError: ``num_keys`` exceeds the number of names.
     """
     drawn_keys = draw_keys(rng, num_keys)
-    order = list(range(num_keys))
-    while num_keys > 1 and order == sorted(order):
-        rng.shuffle(order)
+    repetition_order = list(range(num_keys))
+    while num_keys > 1 and repetition_order == sorted(repetition_order):
+        rng.shuffle(repetition_order)
     statements = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
-    repetitions = [sentence_tokens(tokenizer, drawn_keys[index].repeat) for index in order]
+    repetitions = [
+        sentence_tokens(tokenizer, drawn_keys[key_index].repetition)
+        for key_index in repetition_order
+    ]
     digit_spans = {
-        index: find_span(tokenizer, drawn_keys[index].repeat, drawn_keys[index].digits)
-        for index in order
+        key_index: find_span(
+            tokenizer, drawn_keys[key_index].repetition, drawn_keys[key_index].digits
+        )
+        for key_index in repetition_order
     }
     return statements, repetitions, digit_spans
 
@@ -332,10 +362,14 @@ def _make_document(
             relative to the start of the sentence that repeats the passkey.
     """
     answers = {
-        key: (start + first, start + last)
-        for (key, (first, last)), (start, _) in zip(digit_spans.items(), repetitions, strict=True)
+        key_index: (repetition_start + first_digit, repetition_start + digits_end)
+        for (key_index, (first_digit, digits_end)), (repetition_start, _) in zip(
+            digit_spans.items(), repetitions, strict=True
+        )
     }
-    return Document(tuple(tokens), tuple(needles), tuple(answers[key] for key in sorted(answers)))
+    return Document(
+        tuple(tokens), tuple(needles), tuple(answers[key_index] for key_index in sorted(answers))
+    )
 
 
 def _draw_borders(rng: random.Random, borders: Sequence[int], num_borders: int) -> list[int]:

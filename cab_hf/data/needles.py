@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 # numbers from which keys and distractors are drawn
 KEY_NUMBERS = range(10_000, 100_000)
 # white space between two sentences
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
+SENTENCE_END_PATTERN = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
 # a line of text with the line breaks before it
 LINE_PATTERN = re.compile(r"\n+[^\n]+")
 # a text is split into lines if most of its words are in sentences with more words than this
-LONG_SENTENCE = 60
+LONG_SENTENCE_WORDS = 60
 # filler sentences of passkey prompts
 NOISE_SENTENCES = (
     "The grass is green.",
@@ -33,20 +33,20 @@ NOISE_SENTENCES = (
     "There and back again.",
 )
 # persons after which keys are named if a text has several keys
-NAMES = (
+PERSON_NAMES = (
     *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
     *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
     *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
     *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
 )
 # sentences that state a key; ``whose`` is " for NAME", or empty if the text has one key
-KEY_STATEMENT = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
+KEY_STATEMENT_TEMPLATE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 # sentence that repeats a key later in the text
-KEY_REPETITION = "As was said above, the pass key{whose} is {key}."
+KEY_REPETITION_TEMPLATE = "As was said above, the pass key{whose} is {key}."
 # distance between distractors in sentences
-DISTRACTOR_EVERY = 12
+DISTRACTOR_STRIDE_SENTENCES = 12
 # sentences with numbers that are no keys, so that digits alone do not identify a key
-DISTRACTORS = (
+DISTRACTOR_TEMPLATES = (
     "The locker number is {}.",
     "The order number is {}.",
     "The house has the number {}.",
@@ -56,14 +56,14 @@ DISTRACTORS = (
     "The train has the number {}.",
     "The meter shows {}.",
 )
-INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
-QUESTION = "What is the pass key{whose}?"
+INSTRUCTION_TEMPLATE = "There {are} hidden in the text below. Find {it} and remember {it}."
+QUESTION_TEMPLATE = "What is the pass key{whose}?"
 # start of the answer, with the blank before the key. The prompt ends with this start, so that the
 # last token of the prefill predicts the first digit. Otherwise only decode steps, which may be
 # dense, would predict the key
-ANSWER = "The pass key{whose} is "
+ANSWER_START_TEMPLATE = "The pass key{whose} is "
 # number of sentences whose tokens are cached
-CACHED_SENTENCES = 2**16
+MAX_CACHED_SENTENCES = 2**16
 # placeholder that is rendered with the chat template in place of the filler text
 TEXT_PLACEHOLDER = "<<running text>>"
 
@@ -76,22 +76,22 @@ class Key(NamedTuple):
     """A number that a text states and a question asks for.
 
     Attributes:
-        whose: " for NAME", or "" if the text has one key.
+        owner_phrase: " for NAME", or "" if the text has one key.
         digits: the digits of the number.
     """
 
-    whose: str
+    owner_phrase: str
     digits: str
 
     @property
     def statement(self) -> str:
         """Return sentences that state the key twice."""
-        return KEY_STATEMENT.format(whose=self.whose, key=self.digits)
+        return KEY_STATEMENT_TEMPLATE.format(whose=self.owner_phrase, key=self.digits)
 
     @property
-    def repeat(self) -> str:
+    def repetition(self) -> str:
         """Return a sentence that repeats the key later in the text."""
-        return KEY_REPETITION.format(whose=self.whose, key=self.digits)
+        return KEY_REPETITION_TEMPLATE.format(whose=self.owner_phrase, key=self.digits)
 
 
 def draw_keys(rng: random.Random, num_keys: int, has_names: bool = True) -> list[Key]:
@@ -105,9 +105,9 @@ def draw_keys(rng: random.Random, num_keys: int, has_names: bool = True) -> list
     Raises:
         ValueError: ``num_keys`` exceeds the number of names.
     """
-    if not 1 <= num_keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}, got {num_keys!r}.")
-    numbers, names = rng.sample(KEY_NUMBERS, num_keys), rng.sample(NAMES, num_keys)
+    if not 1 <= num_keys <= len(PERSON_NAMES):
+        raise ValueError(f"keys must be 1 to {len(PERSON_NAMES)}, got {num_keys!r}.")
+    numbers, names = rng.sample(KEY_NUMBERS, num_keys), rng.sample(PERSON_NAMES, num_keys)
     return [
         Key(f" for {name}" if has_names else "", str(number))
         for name, number in zip(names, numbers, strict=True)
@@ -117,8 +117,8 @@ def draw_keys(rng: random.Random, num_keys: int, has_names: bool = True) -> list
 def make_instruction(num_keys: int) -> str:
     """Return the sentences that tell a model to remember ``num_keys`` keys of the text below."""
     if num_keys > 1:
-        return INSTRUCTION.format(are="are important pass keys", it="them")
-    return INSTRUCTION.format(are="is an important pass key", it="it")
+        return INSTRUCTION_TEMPLATE.format(are="are important pass keys", it="them")
+    return INSTRUCTION_TEMPLATE.format(are="is an important pass key", it="it")
 
 
 def cycle_sentences(
@@ -131,32 +131,35 @@ def cycle_sentences(
     Args:
         sentences: the sentences of the cycle.
         rng: random generator.
-        keys: keys of the text. Every `DISTRACTOR_EVERY`-th sentence is replaced by a distractor,
-            whose number is none of these keys. None means no distractors.
+        keys: keys of the text. Every `DISTRACTOR_STRIDE_SENTENCES`-th sentence is replaced by a
+            distractor, whose number is none of these keys. None means no distractors.
     """
     first_index = rng.randrange(len(sentences))
 
-    def sentence_at(index: int) -> str:
-        if keys is not None and index % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
-            number = str(rng.choice(KEY_NUMBERS))
-            if all(number != key.digits for key in keys):
-                return rng.choice(DISTRACTORS).format(number)
+    def get_sentence(index: int) -> str:
+        if (
+            keys is not None
+            and index % DISTRACTOR_STRIDE_SENTENCES == DISTRACTOR_STRIDE_SENTENCES - 1
+        ):
+            distractor_number = str(rng.choice(KEY_NUMBERS))
+            if all(distractor_number != key.digits for key in keys):
+                return rng.choice(DISTRACTOR_TEMPLATES).format(distractor_number)
         return sentences[(first_index + index) % len(sentences)]
 
-    return map(sentence_at, count())
+    return map(get_sentence, count())
 
 
 def insert_statements(
-    prefix: Sequence[int],
+    prefix_tokens: Sequence[int],
     pieces: Sequence[Tokens],
     statements: Sequence[Tokens],
     borders: Sequence[int],
-    make_padding: Callable[[int, int], Sequence[int]] = lambda index, length: (),
+    make_padding: Callable[[int, int], Sequence[int]] = lambda statement_index, length: (),
 ) -> tuple[list[int], list[Span]]:
     """Insert statements between the pieces of a text, and return where each statement is.
 
     Args:
-        prefix: tokens before the text.
+        prefix_tokens: tokens before the text.
         pieces: tokens of the text, such as one piece per sentence.
         statements: tokens of each statement.
         borders: number of pieces before each statement. Statements at the same border keep their
@@ -165,19 +168,19 @@ def insert_statements(
             statement. Returns the tokens to insert directly before the statement.
 
     Returns:
-        tokens: ``prefix``, and the text with the statements.
+        tokens: ``prefix_tokens``, and the text with the statements.
         spans: the span of each statement in ``tokens``, in the order of ``statements``.
     """
-    tokens, num_pieces = list(prefix), 0
+    tokens, num_inserted_pieces = list(prefix_tokens), 0
     spans: dict[int, Span] = {}
-    for index in sorted(range(len(statements)), key=borders.__getitem__):
-        tokens.extend(chain(*pieces[num_pieces : borders[index]]))
-        num_pieces = borders[index]
-        tokens.extend(make_padding(index, len(tokens)))
-        spans[index] = (len(tokens), len(tokens) + len(statements[index]))
-        tokens.extend(statements[index])
-    tokens.extend(chain(*pieces[num_pieces:]))
-    return tokens, [spans[index] for index in range(len(statements))]
+    for statement_index in sorted(range(len(statements)), key=borders.__getitem__):
+        tokens.extend(chain(*pieces[num_inserted_pieces : borders[statement_index]]))
+        num_inserted_pieces = borders[statement_index]
+        tokens.extend(make_padding(statement_index, len(tokens)))
+        spans[statement_index] = (len(tokens), len(tokens) + len(statements[statement_index]))
+        tokens.extend(statements[statement_index])
+    tokens.extend(chain(*pieces[num_inserted_pieces:]))
+    return tokens, [spans[statement_index] for statement_index in range(len(statements))]
 
 
 def cut_to_length(pieces: Iterable[Tokens], length: int) -> list[Tokens]:
@@ -190,15 +193,15 @@ def cut_to_length(pieces: Iterable[Tokens], length: int) -> list[Tokens]:
     while num_tokens < length:
         kept_pieces.append(next(piece_iterator))
         num_tokens += len(kept_pieces[-1])
-    num_excess = num_tokens - length
-    while num_excess and num_excess >= len(kept_pieces[0]):
-        num_excess -= len(kept_pieces.pop(0))
-    if num_excess:
-        kept_pieces[0] = kept_pieces[0][num_excess:]
+    num_excess_tokens = num_tokens - length
+    while num_excess_tokens and num_excess_tokens >= len(kept_pieces[0]):
+        num_excess_tokens -= len(kept_pieces.pop(0))
+    if num_excess_tokens:
+        kept_pieces[0] = kept_pieces[0][num_excess_tokens:]
     return kept_pieces
 
 
-def find_nearest(ascending_values: Sequence[int], target_value: float) -> int:
+def find_nearest_index(ascending_values: Sequence[int], target_value: float) -> int:
     """Return the index of the value nearest to ``target_value`` in an ascending sequence."""
     insertion_index = bisect.bisect_left(ascending_values, target_value)
     candidates = range(max(0, insertion_index - 1), min(insertion_index + 1, len(ascending_values)))
@@ -219,8 +222,8 @@ def render_turns(tokenizer: Any, turns: Sequence[str]) -> str:
     if tokenizer.chat_template is None:
         return "\n\n".join(turns)
     messages = [
-        {"role": ("user", "assistant")[turn % 2], "content": content}
-        for turn, content in enumerate(turns[:-1])
+        {"role": ("user", "assistant")[turn_index % 2], "content": content}
+        for turn_index, content in enumerate(turns[:-1])
     ]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return prompt + turns[-1]
@@ -235,7 +238,7 @@ def render_around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, st
 
     Returns:
         tokens: tokens of the conversation before the placeholder, with special tokens.
-        after: the string after the placeholder, not tokenized.
+        text_after: the string after the placeholder, not tokenized.
 
     Raises:
         ValueError: the chat template changes the text of a user's turn.
@@ -265,22 +268,26 @@ def split_sentences(text: str) -> list[str]:
     Raises:
         ValueError: the text is empty.
     """
-    sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
+    sentences = list(filter(None, SENTENCE_END_PATTERN.split(" ".join(text.split()))))
     if not sentences:
         raise ValueError("haystack must contain text, got none. Give a text with words in it.")
-    word_counts = [len(sentence.split()) for sentence in sentences]
-    if 2 * sum(count for count in word_counts if count > LONG_SENTENCE) <= sum(word_counts):
+    words_per_sentence = [len(sentence.split()) for sentence in sentences]
+    if 2 * sum(
+        num_words for num_words in words_per_sentence if num_words > LONG_SENTENCE_WORDS
+    ) <= sum(words_per_sentence):
         return sentences
     return LINE_PATTERN.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
 
 
 def join_sentences(sentences: Sequence[str]) -> str:
     """Join the results of `split_sentences`: sentences with a blank between, lines without."""
-    spaced_sentences = (text if text.startswith("\n") else f" {text}" for text in sentences)
+    spaced_sentences = (
+        sentence if sentence.startswith("\n") else f" {sentence}" for sentence in sentences
+    )
     return "".join(spaced_sentences).lstrip()
 
 
-@lru_cache(maxsize=CACHED_SENTENCES)
+@lru_cache(maxsize=MAX_CACHED_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     """Return the tokens that a sentence has after another sentence, with the blank between them."""
     # not tokenized alone, because some tokenizers add a token at the start of a text
@@ -314,14 +321,21 @@ def find_span(tokenizer: Any, sentence: str, substring: str, search_start: int =
         substring: a substring of the sentence.
         search_start: index of the character at which the search for ``substring`` starts.
     """
-    first_char = sentence.index(substring, search_start)
+    first_char_index = sentence.index(substring, search_start)
     all_tokens = sentence_tokens(tokenizer, sentence)
-    tokens_before = sentence_tokens(tokenizer, sentence[:first_char])
-    tokens_up_to_end = sentence_tokens(tokenizer, sentence[: first_char + len(substring)])
+    tokens_before = sentence_tokens(tokenizer, sentence[:first_char_index])
+    tokens_up_to_end = sentence_tokens(tokenizer, sentence[: first_char_index + len(substring)])
     return common_prefix_length(all_tokens, tokens_before), len(tokens_up_to_end)
 
 
-def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(first_tokens: Sequence[int], second_tokens: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences of tokens."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
+    token_pairs = enumerate(zip(first_tokens, second_tokens, strict=False))
+    return next(
+        (
+            index
+            for index, (first_token, second_token) in token_pairs
+            if first_token != second_token
+        ),
+        min(len(first_tokens), len(second_tokens)),
+    )

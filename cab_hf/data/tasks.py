@@ -19,10 +19,10 @@ from math import pi
 from typing import Any, NamedTuple
 
 from cab_hf.data.needles import (
-    ANSWER,
+    ANSWER_START_TEMPLATE,
     KEY_NUMBERS,
-    NAMES,
-    QUESTION,
+    PERSON_NAMES,
+    QUESTION_TEMPLATE,
     TEXT_PLACEHOLDER,
     Key,
     Span,
@@ -30,7 +30,7 @@ from cab_hf.data.needles import (
     cut_to_length,
     cycle_sentences,
     draw_keys,
-    find_nearest,
+    find_nearest_index,
     find_span,
     insert_statements,
     join_sentences,
@@ -146,25 +146,30 @@ class Task:
         first_depth = random.Random(f"{seed}/{self.name}/depth").random()
         rng = random.Random(f"{seed}/{self.name}/{length}/{index}")
         draft = self.draft(rng, (first_depth + index * GOLDEN_RATIO) % 1)
-        prefix, suffix, answers = _tokenize_around_text(tokenizer, draft)
+        prefix_tokens, suffix_tokens, answers = _tokenize_around_text(tokenizer, draft)
         tokenize = partial(sentence_tokens, tokenizer)
         facts = [*draft.needed_facts, *draft.other_facts]
         statements = [tokenize(fact.sentence) for fact in facts]
 
-        filler = draft.filler or make_running_filler(cycle_sentences(sentences, rng))
-        num_filler = length - len(prefix) - len(suffix) - sum(map(len, statements))
-        pieces = filler(num_filler, tokenize) if num_filler >= 0 else None
+        build_filler = draft.filler or make_running_filler(cycle_sentences(sentences, rng))
+        num_filler_tokens = (
+            length - len(prefix_tokens) - len(suffix_tokens) - sum(map(len, statements))
+        )
+        pieces = build_filler(num_filler_tokens, tokenize) if num_filler_tokens >= 0 else None
         if pieces is None:
             raise ValueError(
                 f"length must have room for the task {self.name}, got {length}. Give a larger "
                 "length."
             )
         piece_ends = [0, *accumulate(map(len, pieces))]
-        borders = [find_nearest(piece_ends, fact.depth * piece_ends[-1]) for fact in facts]
-        tokens, spans = insert_statements(prefix, pieces, statements, borders)
-        answers = [(len(tokens) + first, len(tokens) + last) for first, last in answers]
+        borders = [find_nearest_index(piece_ends, fact.depth * piece_ends[-1]) for fact in facts]
+        tokens, spans = insert_statements(prefix_tokens, pieces, statements, borders)
+        answers = [
+            (len(tokens) + answer_start, len(tokens) + answer_end)
+            for answer_start, answer_end in answers
+        ]
         return Example(
-            tokens=(*tokens, *suffix),
+            tokens=(*tokens, *suffix_tokens),
             prompt=answers[0][0],
             needles=tuple(spans[: len(draft.needed_facts)]),
             answers=tuple(answers),
@@ -181,28 +186,28 @@ def _tokenize_around_text(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens,
     """Tokenize the instruction, question and answers of a draft, without the text between.
 
     Returns:
-        head: tokens before the text, with the instruction.
-        tail: tokens after the text, with the question and the answers.
-        answers: the span of each answer in ``tail``.
+        prefix_tokens: tokens before the text, with the instruction.
+        suffix_tokens: tokens after the text, with the question and the answers.
+        reply_spans: the span of each answer in ``suffix_tokens``.
     """
-    text = join_sentences((TEXT_PLACEHOLDER, END_SENTENCE))
-    user_turn = f"{draft.instruction}\n\n{text}\n\n{draft.question}"
+    placeholder_text = join_sentences((TEXT_PLACEHOLDER, END_SENTENCE))
+    user_turn = f"{draft.instruction}\n\n{placeholder_text}\n\n{draft.question}"
     assistant_turn = f"{draft.answer_start} {', '.join(draft.replies)}."
-    prefix, text_after = render_around_text(tokenizer, [user_turn, assistant_turn])
+    prefix_tokens, text_after = render_around_text(tokenizer, [user_turn, assistant_turn])
     text_after = text_after.removeprefix(" ")
     # index of the character at which the search for the next reply starts
     search_start = len(text_after) - len(assistant_turn) + len(draft.answer_start)
-    spans = []
+    reply_spans = []
     for reply in draft.replies:
-        spans.append(find_span(tokenizer, text_after, reply, search_start))
+        reply_spans.append(find_span(tokenizer, text_after, reply, search_start))
         search_start = text_after.index(reply, search_start) + len(reply)
-    return prefix, sentence_tokens(tokenizer, text_after), spans
+    return prefix_tokens, sentence_tokens(tokenizer, text_after), reply_spans
 
 
 # keys in a text of `draft_many_keys` and `draft_alike_keys`; the question is about one key
 NUM_KEYS = 16
 # keys per name in `draft_several_values`
-NUM_VALUES = 4
+VALUES_PER_NAME = 4
 # passages in a text of `draft_copying`
 NUM_PASSAGES = 4
 # sentences per passage in `draft_copying`
@@ -222,7 +227,7 @@ PLACES = (
 
 def state_key(key: Key) -> str:
     """Return a sentence that states ``key`` once; `Key.statement` states a key twice."""
-    return f"{ANSWER.format(whose=key.whose)}{key.digits}."
+    return f"{ANSWER_START_TEMPLATE.format(whose=key.owner_phrase)}{key.digits}."
 
 
 def draft_question_about_first_key(keys: list[Key], rng: random.Random, depth: float) -> Draft:
@@ -236,8 +241,8 @@ def draft_question_about_first_key(keys: list[Key], rng: random.Random, depth: f
     asked_key, *other_keys = keys
     return Draft(
         instruction=make_instruction(len(keys)),
-        question=QUESTION.format(whose=asked_key.whose),
-        answer_start=ANSWER.format(whose=asked_key.whose).rstrip(),
+        question=QUESTION_TEMPLATE.format(whose=asked_key.owner_phrase),
+        answer_start=ANSWER_START_TEMPLATE.format(whose=asked_key.owner_phrase).rstrip(),
         replies=(asked_key.digits,),
         needed_facts=[Fact(depth, state_key(asked_key))],
         other_facts=[Fact(rng.random(), state_key(key)) for key in other_keys],
@@ -261,16 +266,18 @@ def draft_alike_keys(rng: random.Random, depth: float) -> Draft:
     asked_number = str(rng.choice(KEY_NUMBERS))
     # a number must not start with 0
     changed_numbers = [
-        asked_number[:i] + digit + asked_number[i + 1 :]
-        for i in range(len(asked_number))
+        asked_number[:digit_index] + digit + asked_number[digit_index + 1 :]
+        for digit_index in range(len(asked_number))
         for digit in "0123456789"
-        if digit != asked_number[i] and (i > 0 or digit != "0")
+        if digit != asked_number[digit_index] and (digit_index > 0 or digit != "0")
     ]
-    lockers = [asked_number, *rng.sample(changed_numbers, NUM_KEYS - 1)]
+    locker_numbers = [asked_number, *rng.sample(changed_numbers, NUM_KEYS - 1)]
     # 2 * NUM_KEYS numbers, because at most NUM_KEYS numbers are those of lockers and cannot be keys
-    candidates = map(str, rng.sample(KEY_NUMBERS, 2 * NUM_KEYS))
-    numbers = (number for number in candidates if number not in lockers)
-    keys = [Key(f" for locker {locker}", next(numbers)) for locker in lockers]
+    candidate_numbers = map(str, rng.sample(KEY_NUMBERS, 2 * NUM_KEYS))
+    key_numbers = (number for number in candidate_numbers if number not in locker_numbers)
+    keys = [
+        Key(f" for locker {locker_number}", next(key_numbers)) for locker_number in locker_numbers
+    ]
     return draft_question_about_first_key(keys, rng, depth)
 
 
@@ -279,16 +286,16 @@ def draft_several_values(rng: random.Random, depth: float) -> Draft:
 
     This is RULER's NIAH with several values. Four keys of another name are distractors.
     """
-    asked_name, other_name = rng.sample(NAMES, 2)
-    numbers = [str(number) for number in rng.sample(KEY_NUMBERS, 2 * NUM_VALUES)]
-    depths = sorted([depth, *(rng.random() for _ in range(NUM_VALUES - 1))])
-    asked_values, other_values = tuple(numbers[:NUM_VALUES]), numbers[NUM_VALUES:]
+    asked_name, other_name = rng.sample(PERSON_NAMES, 2)
+    key_numbers = [str(number) for number in rng.sample(KEY_NUMBERS, 2 * VALUES_PER_NAME)]
+    depths = sorted([depth, *(rng.random() for _ in range(VALUES_PER_NAME - 1))])
+    asked_values, other_values = tuple(key_numbers[:VALUES_PER_NAME]), key_numbers[VALUES_PER_NAME:]
 
-    def make_fact(depth: float, name: str, digits: str) -> Fact:
-        return Fact(depth, f"One of the pass keys for {name} is {digits}.")
+    def make_fact(depth: float, person_name: str, digits: str) -> Fact:
+        return Fact(depth, f"One of the pass keys for {person_name} is {digits}.")
 
     return Draft(
-        instruction=make_instruction(len(numbers)),
+        instruction=make_instruction(len(key_numbers)),
         question=f"What are all the pass keys for {asked_name}, in the order of the text?",
         answer_start=f"The pass keys for {asked_name} are",
         replies=asked_values,
@@ -314,13 +321,13 @@ def draft_uuids(rng: random.Random, depth: float) -> Draft:
         while True:
             yield f'"{draw_uuid()}": "{draw_uuid()}",'
 
-    key, value = draw_uuid(), draw_uuid()
+    asked_uuid, value_uuid = draw_uuid(), draw_uuid()
     return Draft(
         instruction="The text below is part of a JSON object. Remember its keys and values.",
-        question=f"What is the value of the key {key}?",
-        answer_start=f"The value of the key {key} is",
-        replies=(value,),
-        needed_facts=[Fact(depth, f'"{key}": "{value}",')],
+        question=f"What is the value of the key {asked_uuid}?",
+        answer_start=f"The value of the key {asked_uuid} is",
+        replies=(value_uuid,),
+        needed_facts=[Fact(depth, f'"{asked_uuid}": "{value_uuid}",')],
         filler=make_running_filler(make_other_pairs()),
     )
 
@@ -332,14 +339,14 @@ def draft_copying(rng: random.Random, depth: float) -> Draft:
     long text. A passage has three sentences of random words, so that a model cannot guess the
     passage.
     """
-    names = iter(rng.sample(NAMES, NUM_PASSAGES * SENTENCES_PER_PASSAGE))
+    unused_names = iter(rng.sample(PERSON_NAMES, NUM_PASSAGES * SENTENCES_PER_PASSAGE))
 
     def draw_sentence() -> tuple[str, str]:
         """Return a random sentence in two parts: the first five words, and the other words."""
-        verb, adjective, object_name, location = map(
+        verb, adjective, object_name, place_name = map(
             rng.choice, (VERBS, ADJECTIVES, OBJECTS, PLACES)
         )
-        return f"{next(names)} {verb} a {adjective} {object_name}", f"near the {location}."
+        return f"{next(unused_names)} {verb} a {adjective} {object_name}", f"near the {place_name}."
 
     def draw_passage() -> tuple[str, str]:
         """Return a random passage in two parts: the first five words, and the other words."""
@@ -366,9 +373,9 @@ VARIABLES_PER_CHAIN = 5
 # number of letters in the name of a variable
 LETTERS_PER_VARIABLE = 5
 # number of pairs of facts in a text of `draft_two_facts`
-NUM_PAIRS = 4
+NUM_FACT_PAIRS = 4
 # the facts of `draft_two_facts` are in the first 40 % and the last 40 % of the text
-OUTER_SHARE = 0.4
+OUTER_TEXT_SHARE = 0.4
 
 
 def draft_tracking(rng: random.Random, depth: float) -> Draft:
@@ -381,27 +388,37 @@ def draft_tracking(rng: random.Random, depth: float) -> Draft:
     unique_names: dict[str, None] = {}
     while len(unique_names) < NUM_CHAINS * VARIABLES_PER_CHAIN:
         unique_names["".join(rng.choices(string.ascii_uppercase, k=LETTERS_PER_VARIABLE))] = None
-    names, values = list(unique_names), rng.sample(KEY_NUMBERS, NUM_CHAINS)
+    variable_names, chain_values = list(unique_names), rng.sample(KEY_NUMBERS, NUM_CHAINS)
 
     def make_assignments(chain_index: int, required_depth: float) -> list[Fact]:
         """Return the assignments of a chain as facts, one of them at depth ``required_depth``."""
-        chain_names = names[chain_index * VARIABLES_PER_CHAIN :][:VARIABLES_PER_CHAIN]
-        depths = sorted([required_depth, *(rng.random() for _ in chain_names[1:])])
-        assigned_values = [str(values[chain_index]), *(f"VAR {name}" for name in chain_names)]
+        names_of_chain = variable_names[chain_index * VARIABLES_PER_CHAIN :][:VARIABLES_PER_CHAIN]
+        depths = sorted([required_depth, *(rng.random() for _ in names_of_chain[1:])])
+        assigned_values = [
+            str(chain_values[chain_index]),
+            *(f"VAR {variable_name}" for variable_name in names_of_chain),
+        ]
         return [
-            Fact(depth, f"VAR {name} = {assigned_value}.")
-            for depth, name, assigned_value in zip(
-                depths, chain_names, assigned_values, strict=False
+            Fact(depth, f"VAR {variable_name} = {assigned_value}.")
+            for depth, variable_name, assigned_value in zip(
+                depths, names_of_chain, assigned_values, strict=False
             )
         ]
 
     return Draft(
         instruction="The text below hides assignments of variables. Remember them.",
-        question=f"Which variables have the value {values[0]}, in the order of the text?",
-        answer_start=f"The variables that have the value {values[0]} are",
-        replies=tuple(names[:VARIABLES_PER_CHAIN]),
+        question=f"Which variables have the value {chain_values[0]}, in the order of the text?",
+        answer_start=f"The variables that have the value {chain_values[0]} are",
+        replies=tuple(variable_names[:VARIABLES_PER_CHAIN]),
         needed_facts=make_assignments(0, depth),
-        other_facts=[*chain(*(make_assignments(i, rng.random()) for i in range(1, NUM_CHAINS)))],
+        other_facts=[
+            *chain(
+                *(
+                    make_assignments(chain_index, rng.random())
+                    for chain_index in range(1, NUM_CHAINS)
+                )
+            )
+        ],
     )
 
 
@@ -413,7 +430,10 @@ def draft_two_facts(rng: random.Random, depth: float) -> Draft:
     contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698) and RULER's
     HotpotQA have questions over two supporting facts.
     """
-    names, numbers = rng.sample(NAMES, 2 * NUM_PAIRS), rng.sample(KEY_NUMBERS, NUM_PAIRS)
+    person_names, key_numbers = (
+        rng.sample(PERSON_NAMES, 2 * NUM_FACT_PAIRS),
+        rng.sample(KEY_NUMBERS, NUM_FACT_PAIRS),
+    )
 
     def make_facts(pair_index: int, depth: float) -> list[Fact]:
         """Return the two facts of a pair, one in the first and one in the last part of the text.
@@ -423,24 +443,28 @@ def draft_two_facts(rng: random.Random, depth: float) -> Draft:
             depth: position of the first of the two facts inside the first part of the text, from 0
                 to 1.
         """
-        chief, deputy = names[2 * pair_index : 2 * pair_index + 2]
-        depths = [OUTER_SHARE * depth, 1 - OUTER_SHARE * rng.random()]
+        chief, deputy = person_names[2 * pair_index : 2 * pair_index + 2]
+        depths = [OUTER_TEXT_SHARE * depth, 1 - OUTER_TEXT_SHARE * rng.random()]
         rng.shuffle(depths)
-        key_sentence = f"{ANSWER.format(whose=f' for {deputy}')}{numbers[pair_index]}."
+        key_sentence = (
+            f"{ANSWER_START_TEMPLATE.format(whose=f' for {deputy}')}{key_numbers[pair_index]}."
+        )
         return [
             Fact(depths[0], f"The deputy of {chief} is {deputy}."),
             Fact(depths[1], key_sentence),
         ]
 
-    whose = f" for the deputy of {names[0]}"
+    owner_phrase = f" for the deputy of {person_names[0]}"
     return Draft(
-        instruction=make_instruction(NUM_PAIRS),
-        question=QUESTION.format(whose=whose),
-        answer_start=ANSWER.format(whose=whose).rstrip(),
-        replies=(str(numbers[0]),),
+        instruction=make_instruction(NUM_FACT_PAIRS),
+        question=QUESTION_TEMPLATE.format(whose=owner_phrase),
+        answer_start=ANSWER_START_TEMPLATE.format(whose=owner_phrase).rstrip(),
+        replies=(str(key_numbers[0]),),
         needed_facts=make_facts(0, depth),
         other_facts=[
-            *chain(*(make_facts(pair_index, rng.random()) for pair_index in range(1, NUM_PAIRS)))
+            *chain(
+                *(make_facts(pair_index, rng.random()) for pair_index in range(1, NUM_FACT_PAIRS))
+            )
         ],
     )
 
@@ -456,10 +480,10 @@ LONG_LIST_TOKENS = 4096
 NUM_FREQUENT_WORDS = 3
 # most frequent word in a text of `draft_frequent_words`. The question says to ignore it, as in
 # RULER
-DOTS = "...."
+DOTS_WORD = "...."
 # smallest number of words in a text of `draft_frequent_words`. With fewer words, the words that are
 # asked for could occur equally often
-MIN_WORDS = 100
+MIN_NUM_WORDS = 100
 
 
 def coin_words(rng: random.Random) -> Iterator[str]:
@@ -479,30 +503,38 @@ def draft_common_words(rng: random.Random, depth: float) -> Draft:
     occur 30 times each and the others 3 times each; in a list of fewer than 4,096 tokens, 10 times
     and once. The answer has the words in the order of the list. ``depth`` is not used.
     """
-    word_iterator = coin_words(rng)
-    common_words = tuple(next(word_iterator) for _ in range(NUM_COMMON_WORDS))
+    new_words = coin_words(rng)
+    common_words = tuple(next(new_words) for _ in range(NUM_COMMON_WORDS))
 
     def fill_text(length: int, tokenize: Callable[[str], Tokens]) -> list[Tokens] | None:
         """Return the shuffled list of words with ``length`` tokens; a `Filler`."""
-        common_count, other_count = (30, 3) if length >= LONG_LIST_TOKENS else (10, 1)
+        common_word_count, other_word_count = (30, 3) if length >= LONG_LIST_TOKENS else (10, 1)
         # every entry of the list is an index: below NUM_COMMON_WORDS for common words
-        entries = [index for index in range(NUM_COMMON_WORDS) for _ in range(common_count)]
-        num_remaining = length - common_count * sum(len(tokenize(word)) for word in common_words)
-        if num_remaining < 0:
+        list_entries = [
+            word_index for word_index in range(NUM_COMMON_WORDS) for _ in range(common_word_count)
+        ]
+        num_remaining_tokens = length - common_word_count * sum(
+            len(tokenize(word)) for word in common_words
+        )
+        if num_remaining_tokens < 0:
             return None
         other_words: list[Tokens] = []
-        while num_remaining >= other_count * len(word := tokenize(next(word_iterator))):
-            other_words += [word] * other_count
-            num_remaining -= other_count * len(word)
-        entries += range(NUM_COMMON_WORDS, NUM_COMMON_WORDS + len(other_words))
-        rng.shuffle(entries)
+        while num_remaining_tokens >= other_word_count * len(word := tokenize(next(new_words))):
+            other_words += [word] * other_word_count
+            num_remaining_tokens -= other_word_count * len(word)
+        list_entries += range(NUM_COMMON_WORDS, NUM_COMMON_WORDS + len(other_words))
+        rng.shuffle(list_entries)
         # renumber the common words, so that they first occur in the order of the answer
-        order = [index for index in dict.fromkeys(entries) if index < NUM_COMMON_WORDS]
-        tokens_of_entry = dict(zip(order, map(tokenize, common_words), strict=True))
+        common_word_order = [
+            word_index
+            for word_index in dict.fromkeys(list_entries)
+            if word_index < NUM_COMMON_WORDS
+        ]
+        tokens_of_entry = dict(zip(common_word_order, map(tokenize, common_words), strict=True))
         tokens_of_entry |= enumerate(other_words, NUM_COMMON_WORDS)
-        # too few tokens remain for another word with ``other_count`` occurrences
-        padding = cut_to_length(map(tokenize, word_iterator), num_remaining)
-        return padding + [tokens_of_entry[index] for index in entries]
+        # too few tokens remain for another word with ``other_word_count`` occurrences
+        padding_pieces = cut_to_length(map(tokenize, new_words), num_remaining_tokens)
+        return padding_pieces + [tokens_of_entry[word_index] for word_index in list_entries]
 
     return Draft(
         instruction="The text below is a list of words. Remember which of them are common.",
@@ -520,42 +552,54 @@ def draft_frequent_words(rng: random.Random, depth: float) -> Draft:
     1 / rank² (a zeta distribution with exponent 2). The word with rank 1 consists of dots, and the
     question says to ignore dots. ``depth`` is not used.
     """
-    word_iterator = coin_words(rng)
-    asked_words = tuple(next(word_iterator) for _ in range(NUM_FREQUENT_WORDS))
-    words_by_rank = [DOTS, *asked_words]
+    new_words = coin_words(rng)
+    asked_words = tuple(next(new_words) for _ in range(NUM_FREQUENT_WORDS))
+    words_by_rank = [DOTS_WORD, *asked_words]
 
     def fill_text(length: int, tokenize: Callable[[str], Tokens]) -> list[Tokens] | None:
         """Return the tokens of as many words as fit, and of dots up to ``length``.
 
-        Returns None if fewer than `MIN_WORDS` words fit. The function is a `Filler`.
+        Returns None if fewer than `MIN_NUM_WORDS` words fit. The function is a `Filler`.
         """
 
         def make_pieces(num_words: int) -> list[Tokens]:
-            """Return the tokens of all occurrences of all words, for about ``num_words`` "
-            "occurrences."""
-            shares = (6 / (pi * rank) ** 2 for rank in range(1, num_words))
-            counts = [*takewhile(bool, (int(num_words * share) for share in shares))]
-            while len(words_by_rank) <= len(counts):
-                words_by_rank.append(next(word_iterator))
-            word_counts = zip(words_by_rank, counts, strict=False)
-            return [*chain(*(repeat(tokenize(word), count) for word, count in word_counts))]
+            """Return the tokens of all occurrences of all words, about ``num_words`` in total."""
+            word_shares = (6 / (pi * rank) ** 2 for rank in range(1, num_words))
+            occurrence_counts = [
+                *takewhile(bool, (int(num_words * share) for share in word_shares))
+            ]
+            while len(words_by_rank) <= len(occurrence_counts):
+                words_by_rank.append(next(new_words))
+            words_with_counts = zip(words_by_rank, occurrence_counts, strict=False)
+            return [
+                *chain(
+                    *(
+                        repeat(tokenize(word), occurrence_count)
+                        for word, occurrence_count in words_with_counts
+                    )
+                )
+            ]
 
         def is_too_long(num_words: int) -> bool:
             return sum(map(len, make_pieces(num_words))) > length
 
-        if is_too_long(MIN_WORDS):
+        if is_too_long(MIN_NUM_WORDS):
             return None
-        upper_bound = 2 * MIN_WORDS
-        while not is_too_long(upper_bound):
-            upper_bound *= 2
-        first_too_long = bisect_left(range(upper_bound), True, lo=MIN_WORDS, key=is_too_long)
-        text_pieces = make_pieces(first_too_long - 1)
+        max_num_words = 2 * MIN_NUM_WORDS
+        while not is_too_long(max_num_words):
+            max_num_words *= 2
+        first_too_large_count = bisect_left(
+            range(max_num_words), True, lo=MIN_NUM_WORDS, key=is_too_long
+        )
+        text_pieces = make_pieces(first_too_large_count - 1)
         rng.shuffle(text_pieces)
-        padding = cut_to_length(repeat(tokenize(DOTS)), length - sum(map(len, text_pieces)))
-        return padding + text_pieces
+        padding_pieces = cut_to_length(
+            repeat(tokenize(DOTS_WORD)), length - sum(map(len, text_pieces))
+        )
+        return padding_pieces + text_pieces
 
     return Draft(
-        instruction=f"The text below has coded words. Ignore the dots {DOTS} in it.",
+        instruction=f"The text below has coded words. Ignore the dots {DOTS_WORD} in it.",
         question=(
             f"What are the {NUM_FREQUENT_WORDS} most frequent words, the most frequent one first?"
         ),

@@ -75,37 +75,37 @@ def shard(
             ``shift_labels``, or a tensor with another name.
     """
     group = resolve_group(group)
-    for name in batch:
-        if name not in BATCH_KEYS:
+    for tensor_name in batch:
+        if tensor_name not in BATCH_KEYS:
             raise ValueError(
-                f"batch must contain only {', '.join(BATCH_KEYS)}, got {name!r}. Leave it out, and "
-                "shard it yourself with cab_hf.distributed.sharding."
+                f"batch must contain only {', '.join(BATCH_KEYS)}, got {tensor_name!r}. Leave it "
+                "out, and shard it yourself with cab_hf.distributed.sharding."
             )
-    ids = batch["input_ids"]
-    lengths = _document_lengths(batch)
-    sharding = get_sharding(lengths, group.size(), block)
+    input_ids = batch["input_ids"]
+    document_lengths = _document_lengths(batch)
+    sharding = get_sharding(document_lengths, group.size(), block)
     sharded_batch = {
-        "input_ids": _take_shard(ids, sharding, group.rank(), padding=0),
-        "position_ids": sharding.positions[group.rank()].to(ids.device)[None],
-        "cu_seq_lens_q": torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(
-            0, dtype=torch.int32
-        ),
+        "input_ids": _take_shard(input_ids, sharding, group.rank(), padding_value=0),
+        "position_ids": sharding.positions[group.rank()].to(input_ids.device)[None],
+        "cu_seq_lens_q": torch.tensor(
+            [0, *document_lengths], dtype=torch.int32, device=input_ids.device
+        ).cumsum(0, dtype=torch.int32),
     }
     shifted_labels = _shift_labels(batch)
     if shifted_labels is not None:
-        labels = _take_shard(shifted_labels, sharding, group.rank(), padding=IGNORED_LABEL)
+        labels = _take_shard(shifted_labels, sharding, group.rank(), padding_value=IGNORED_LABEL)
         sharded_batch["labels"] = sharded_batch["shift_labels"] = labels
         sharded_batch["num_items_in_batch"] = (shifted_labels != IGNORED_LABEL).sum()
-    compared_tensors = [ids] if shifted_labels is None else [ids, shifted_labels]
-    setattr(sharded_batch["cu_seq_lens_q"], CHECKSUM_ATTRIBUTE, _checksum(compared_tensors))
+    compared_tensors = [input_ids] if shifted_labels is None else [input_ids, shifted_labels]
+    setattr(sharded_batch["cu_seq_lens_q"], CHECKSUM_ATTRIBUTE, _compute_checksum(compared_tensors))
     return sharded_batch
 
 
-def _checksum(tensors: list[Tensor]) -> int:
+def _compute_checksum(tensors: list[Tensor]) -> int:
     """Return one CRC-32 over the values of all ``tensors``, which contain integers."""
     checksum = 1
-    for x in tensors:
-        checksum = zlib.crc32(x.to("cpu", torch.int64).contiguous().numpy(), checksum)
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.to("cpu", torch.int64).contiguous().numpy(), checksum)
     return checksum
 
 
@@ -178,16 +178,16 @@ def whole_cache(
             "cu_seqlens must describe one document to continue with generate, got "
             f"{num_documents}. Prefill the documents separately."
         )
-    for layer in cache.layers:
-        if type(layer).__name__ != "DynamicLayer":
+    for cache_layer in cache.layers:
+        if type(cache_layer).__name__ != "DynamicLayer":
             raise NotImplementedError(
-                f"cache layers must be of type DynamicLayer, got {type(layer).__name__}. Use a "
-                "DynamicCache of a model whose layers all keep the keys of every token."
+                f"cache layers must be of type DynamicLayer, got {type(cache_layer).__name__}. Use "
+                "a DynamicCache of a model whose layers all keep the keys of every token."
             )
-    for layer in cache.layers:
+    for cache_layer in cache.layers:
         unshard_args = {"cu_seqlens": cu_seqlens, "group": group, "block": block}
-        layer.keys = unshard(layer.keys, dim=2, **unshard_args).contiguous()
-        layer.values = unshard(layer.values, dim=2, **unshard_args).contiguous()
+        cache_layer.keys = unshard(cache_layer.keys, dim=2, **unshard_args).contiguous()
+        cache_layer.values = unshard(cache_layer.values, dim=2, **unshard_args).contiguous()
     return cache
 
 
@@ -208,10 +208,10 @@ def _shift_labels(batch: Mapping[str, Tensor]) -> Tensor | None:
     return shifted_labels if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
-def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
-    """Return the shard [B, n] of x [B, N]; padding tokens have the value ``padding``."""
+def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding_value: int) -> Tensor:
+    """Return the shard [B, n] of x [B, N]; padding tokens have the value ``padding_value``."""
     local_tokens = x.index_select(1, sharding.sequence_index[rank].to(x.device))
-    return local_tokens.masked_fill(~sharding.is_real[rank].to(x.device), padding)
+    return local_tokens.masked_fill(~sharding.is_real[rank].to(x.device), padding_value)
 
 
 def _document_lengths(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -223,23 +223,23 @@ def _document_lengths(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         ValueError: the batch has padding, rows with different documents, or boundaries that do not
             end at the number of tokens.
     """
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if mask is not None and not bool(mask.bool().all()):
+    input_ids, attention_mask = batch["input_ids"], batch.get("attention_mask")
+    if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise ValueError(
-            f"attention_mask must have no padding, got {int((mask == 0).sum())} padding tokens. "
-            "Give rows of one length, or pack the rows."
+            f"attention_mask must have no padding, got {int((attention_mask == 0).sum())} padding "
+            "tokens. Give rows of one length, or pack the rows."
         )
-    cu_seq_lens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
-    num_tokens = ids.shape[1]
+    cu_seq_lens, position_ids = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    num_tokens = input_ids.shape[1]
     if cu_seq_lens is not None:
-        lengths = lengths_from_boundaries(cu_seq_lens)
-    elif positions is None:
-        lengths = (num_tokens,)
+        document_lengths = lengths_from_boundaries(cu_seq_lens)
+    elif position_ids is None:
+        document_lengths = (num_tokens,)
     else:
-        lengths = read_common_document_lengths(positions)
-    if sum(lengths) != num_tokens:
+        document_lengths = read_common_document_lengths(position_ids)
+    if sum(document_lengths) != num_tokens:
         raise ValueError(
             f"cu_seq_lens_q must end at {num_tokens}, the number of tokens in input_ids, got "
-            f"{sum(lengths)}. Give the boundaries of the whole sequence."
+            f"{sum(document_lengths)}. Give the boundaries of the whole sequence."
         )
-    return lengths
+    return document_lengths

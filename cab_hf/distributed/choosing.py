@@ -63,9 +63,9 @@ def predict(
             "ranges must belong to the sequence of q, got ranges of another sequence. Give the "
             "ranges of a plan from predict for this sequence on this rank, or None."
         )
-    context = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
+    layer_context = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
     layout = ShardedLayout(shard_map=shard_map, group=group, ranges=ranges)
-    return layout.choose(make_predictor(config), q, k, context)
+    return layout.choose(make_predictor(config), q, k, layer_context)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:

@@ -17,14 +17,14 @@ from cab_hf.call.call import Call
 from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR
 from cab_hf.call.mask import MaskDetails
 from cab_hf.call.packing import DocumentLength
-from cab_hf.call.scope import SHARDED_CONFIGS, is_sharded, set_during_calls
-from cab_hf.call.validate import unsupported_reason
-from cab_hf.config import NAMES, CabConfig
+from cab_hf.call.scope import SHARDED_CONFIGS, is_sharded, set_context_during_calls
+from cab_hf.call.validate import find_unsupported_feature
+from cab_hf.config import IMPLEMENTATION_NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM_ATTRIBUTE
 from cab_hf.distributed.exchange import (
     RankLost,
     publish_failure,
-    require_equal,
+    require_equal_values,
     resolve_group,
     withdraw_failure,
 )
@@ -32,7 +32,7 @@ from cab_hf.distributed.kv_gather import KV_HEADS_PER_GATHER
 from cab_hf.distributed.sequence_hooks import install_sequence_hooks
 from cab_hf.distributed.sharded import SHARDING_KEY, ShardedMask
 from cab_hf.distributed.sharding import Sharding, get_sharding, lengths_from_boundaries
-from cab_hf.distributed.zigzag import rank_facts, require_sizes
+from cab_hf.distributed.zigzag import collect_compared_values, require_stride_and_block
 from cab_hf.hf.layers import inner_model
 from cab_hf.hf.token_mixers import refuse_token_mixers
 from cab_hf.plan import DENSE_BLOCK_SIZE
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class ContextState:
+class ContextParallelState:
     """The mutable state of one ``with`` block of `context_parallel`.
 
     Attributes:
@@ -69,7 +69,7 @@ class ParallelSettings:
         heads_k_stride: number of KV heads per all-gather of K and V.
         block: every chunk of a document is a multiple of ``block`` tokens.
         regather_kv: True to gather K and V again in the backward pass, False to save both.
-        model: class name of the model, for error messages.
+        model_name: class name of the model, for error messages.
         state: mutable state of the ``with`` block.
     """
 
@@ -77,8 +77,8 @@ class ParallelSettings:
     heads_k_stride: int
     block: int
     regather_kv: bool
-    model: str
-    state: ContextState = field(default_factory=ContextState)
+    model_name: str
+    state: ContextParallelState = field(default_factory=ContextParallelState)
 
     def sharded_mask(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
@@ -107,25 +107,30 @@ class ParallelSettings:
         _validate_call(call)
         mask = call.mask
         sharding = mask.state.get_or_compute(
-            SHARDING_KEY, lambda: self._checked_sharding(call, position_ids, cu_seq_lens)
+            SHARDING_KEY, lambda: self._make_checked_sharding(call, position_ids, cu_seq_lens)
         )
-        details = MaskDetails(
+        mask_details = MaskDetails(
             model_name=mask.model_name,
-            parallel=self,
+            parallel_settings=self,
             dense_block_size=sharding.dense_block_size,
-            lengths=[[DocumentLength(length, length) for length in sharding.lengths]],
+            document_lengths=[
+                [
+                    DocumentLength(document_length, document_length)
+                    for document_length in sharding.document_lengths
+                ]
+            ],
         )
         return ShardedMask(
             batch=mask.batch,
-            q_length=sharding.length,
-            kv_length=sharding.length,
+            q_length=sharding.num_tokens,
+            kv_length=sharding.num_tokens,
             q_offset=0,
             window=mask.window,
-            details=details,
+            details=mask_details,
             state=mask.state,
         )
 
-    def _checked_sharding(
+    def _make_checked_sharding(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> Sharding:
         """Return the sharding of a forward pass, after checking that it is equal on all ranks.
@@ -148,20 +153,20 @@ class ParallelSettings:
             sharding = get_sharding(
                 lengths_from_boundaries(cu_seq_lens), self.group.size(), self.block
             )
-        num_misplaced = self._count_misplaced_tokens(sharding, num_tokens, position_ids)
-        facts = rank_facts(call.q, call.k, call.v, sharding)
-        facts["tokens at positions of another rank"] = num_misplaced
-        facts["settings (checksum)"] = _config_checksum(call.config)
+        num_misplaced_tokens = self._count_misplaced_tokens(sharding, num_tokens, position_ids)
+        compared_values = collect_compared_values(call.q, call.k, call.v, sharding)
+        compared_values["tokens at positions of another rank"] = num_misplaced_tokens
+        compared_values["settings (checksum)"] = _config_checksum(call.config)
         # 0 if the tensor is a copy of the result of `shard`, because copies lack the attribute
-        facts["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM_ATTRIBUTE, 0)
-        require_equal(facts, self.group, call.q.device)
+        compared_values["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM_ATTRIBUTE, 0)
+        require_equal_values(compared_values, self.group, call.q.device)
         if self.state.has_cu_seq_lens and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
-                f"{self.model} does not pass position_ids and cu_seq_lens_q to its attention, "
+                f"{self.model_name} does not pass position_ids and cu_seq_lens_q to its attention, "
                 "which needs both inside context_parallel to place the tokens of a shard. Run the "
                 "model in one process."
             )
-        if num_misplaced:
+        if num_misplaced_tokens:
             raise ValueError(
                 f"position_ids and cu_seq_lens_q must describe the {num_tokens} tokens of rank "
                 f"{self.group.rank()} of {self.group.size()}, in blocks of {self.block}, got other "
@@ -181,12 +186,12 @@ class ParallelSettings:
 
 def _validate_call(call: Call) -> None:
     """Raise a NotImplementedError for a call with cached keys, chunked attention or padding."""
-    num_cached = call.k.shape[2] - call.q.shape[2]
-    if num_cached:
+    num_cached_tokens = call.k.shape[2] - call.q.shape[2]
+    if num_cached_tokens:
         raise NotImplementedError(
-            f"past_key_values must be empty inside context_parallel, got {num_cached} tokens. "
-            "Leave the block and call cab_hf.distributed.whole_cache, which gathers the whole "
-            "cache on every rank for generate."
+            f"past_key_values must be empty inside context_parallel, got {num_cached_tokens} "
+            "tokens. Leave the block and call cab_hf.distributed.whole_cache, which gathers the "
+            "whole cache on every rank for generate."
         )
     if call.mask.details.chunk_starts is not None:
         raise NotImplementedError(
@@ -246,26 +251,26 @@ def context_parallel(
         RankLost: another rank stopped inside the ``with`` block.
     """
     group = resolve_group(group)
-    require_sizes(heads_k_stride, block)
+    require_stride_and_block(heads_k_stride, block)
     modules = list(model.modules())
-    _refuse_model(model, modules)
+    _refuse_unsupported_model(model, modules)
     model_name = type(inner_model(model) or model).__name__
-    parallel = ParallelSettings(
+    parallel_settings = ParallelSettings(
         group=group,
         heads_k_stride=heads_k_stride,
         block=block,
         regather_kv=regather_kv,
-        model=model_name,
+        model_name=model_name,
     )
     hook_handle = model.register_forward_pre_hook(
-        parallel.state.record_cu_seq_lens, with_kwargs=True
+        parallel_settings.state.record_cu_seq_lens, with_kwargs=True
     )
     withdraw_failure(group)
     configs = _find_configs(modules)
     SHARDED_CONFIGS.extend(configs)
     try:
         with (
-            set_during_calls(model, parallel=parallel),
+            set_context_during_calls(model, parallel_settings=parallel_settings),
             install_sequence_hooks(model, group, block),
         ):
             yield model
@@ -275,10 +280,12 @@ def context_parallel(
         raise
     finally:
         hook_handle.remove()
-        parallel.state.is_over = True
+        parallel_settings.state.is_over = True
         # compared by identity, because configs of different models can be equal
-        ended_ids = set(map(id, configs))
-        SHARDED_CONFIGS[:] = [config for config in SHARDED_CONFIGS if id(config) not in ended_ids]
+        ended_config_ids = set(map(id, configs))
+        SHARDED_CONFIGS[:] = [
+            config for config in SHARDED_CONFIGS if id(config) not in ended_config_ids
+        ]
 
 
 def _find_configs(modules: list[nn.Module]) -> list[Any]:
@@ -290,7 +297,7 @@ def _find_configs(modules: list[nn.Module]) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
+def _refuse_unsupported_model(model: nn.Module, modules: list[nn.Module]) -> None:
     """Raise an error if `context_parallel` cannot shard a model.
 
     Args:
@@ -302,26 +309,29 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
         NotImplementedError: see `context_parallel`.
     """
     configs = _find_configs(modules)
-    names = {getattr(config, "_attn_implementation", None) for config in configs}
-    if not names.intersection(NAMES):
-        found_names = ", ".join(sorted(map(repr, names))) or "none"
+    implementations = {getattr(config, "_attn_implementation", None) for config in configs}
+    if not implementations.intersection(IMPLEMENTATION_NAMES):
+        found_implementations = ", ".join(sorted(map(repr, implementations))) or "none"
         raise ValueError(
             f"attn_implementation of {type(model).__name__} must be one of "
-            f"{', '.join(map(repr, NAMES))}, got {found_names}. Load the model with one of these, "
-            "or call cab_hf.apply_cab."
+            f"{', '.join(map(repr, IMPLEMENTATION_NAMES))}, got {found_implementations}. "
+            "Load the model with one of these, or call cab_hf.apply_cab."
         )
     if any(map(is_sharded, configs)):
         raise ValueError(
             f"{type(model).__name__} is already inside context_parallel. Leave that block first."
         )
     for module in modules:
-        reason = unsupported_reason(module) if hasattr(module, "config") else None
-        if reason is not None:
+        unsupported_feature = (
+            find_unsupported_feature(module) if hasattr(module, "config") else None
+        )
+        if unsupported_feature is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} of {type(model).__name__} is not computed by 'cab' "
-                f"({reason}), so context_parallel cannot shard the model. Run it in one process."
+                f"({unsupported_feature}), so context_parallel cannot shard the model. Run "
+                "it in one process."
             )
-    _refuse_positions(type(inner_model(model) or model).__name__, modules)
+    _refuse_unsupported_positions(type(inner_model(model) or model).__name__, modules)
     refuse_token_mixers(
         model,
         "inside context_parallel they would process only this rank's shard. Run the model in one "
@@ -329,15 +339,17 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
     )
 
 
-def _refuse_positions(model_name: str, modules: list[nn.Module]) -> None:
+def _refuse_unsupported_positions(model_name: str, modules: list[nn.Module]) -> None:
     """Raise a NotImplementedError if the positions of a model do not follow ``position_ids``.
 
     Args:
         model_name: class name of the model, for error messages.
         modules: all modules of the model.
     """
-    models = [module for module in modules if isinstance(module, PreTrainedModel)]
-    if models and not any("position_ids" in signature(m.forward).parameters for m in models):
+    submodels = [module for module in modules if isinstance(module, PreTrainedModel)]
+    if submodels and not any(
+        "position_ids" in signature(submodel.forward).parameters for submodel in submodels
+    ):
         raise NotImplementedError(
             f"{model_name} takes no position_ids and counts its input tokens, which are only this "
             "rank's shard inside context_parallel. Run the model in one process."

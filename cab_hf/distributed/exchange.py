@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work
 
 # seconds that a rank waits for the reports of other ranks after a failure
-REPORT_TIMEOUT = 5.0
+REPORT_TIMEOUT_SECONDS = 5.0
 
 
 class RankLost(RuntimeError):
@@ -47,25 +47,27 @@ def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start an all-gather of x, [n, ...].
 
     Returns:
-        (result [W * n, ...], work). The data of the result is valid after ``finish(work, group)``.
+        (result [W * n, ...], work). The result is valid after `wait_for_collective`.
     """
     # allocate outside of `name_lost_rank`, because an out-of-memory error of this rank does not
     # mean that another rank stopped
-    x, result = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    x, gathered_tensor = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with name_lost_rank(group):
-        return result, _get_collective("all_gather_single")(result, x, group=group, async_op=True)
+        return gathered_tensor, _get_collective("all_gather_single")(
+            gathered_tensor, x, group=group, async_op=True
+        )
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start a reduce-scatter, which sums x [W * n, ...] over ranks.
 
     Returns:
-        (result [n, ...], work). The data of the result is valid after ``finish(work, group)``.
+        (result [n, ...], work). The result is valid after `wait_for_collective`.
     """
-    x, result = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    x, reduced_shard = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     with name_lost_rank(group):
-        return result, _get_collective("reduce_scatter_single")(
-            result, x, group=group, async_op=True
+        return reduced_shard, _get_collective("reduce_scatter_single")(
+            reduced_shard, x, group=group, async_op=True
         )
 
 
@@ -77,34 +79,38 @@ def wait_for_collective(work: Work, group: ProcessGroup) -> None:
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x [n, ...] of all ranks as one tensor [W * n, ...], without gradient."""
-    result, work = start_all_gather(x.detach(), group)
+    gathered_tensor, work = start_all_gather(x.detach(), group)
     wait_for_collective(work, group)
-    return result
+    return gathered_tensor
 
 
-def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
-    """Check with one small all-gather that all ranks have the same ``facts``.
+def require_equal_values(
+    compared_values: Mapping[str, int], group: ProcessGroup, device: torch.device
+) -> None:
+    """Check with one small all-gather that all ranks have the same ``compared_values``.
 
     All ranks must call this function together. If only one rank calls this function, the backend
     combines its all-gather with the next collective of the other ranks, which is an error.
 
     Args:
-        facts: numbers to compare, by name; the names are equal on all ranks.
+        compared_values: numbers to compare, by name; the names are equal on all ranks.
         group: the ranks that compare their numbers.
         device: device of the collective.
 
     Raises:
         ValueError: a number differs. Every rank raises, with the values of all ranks.
     """
-    local_values = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
-    # [fact, rank]
+    local_values = torch.tensor([list(compared_values.values())], dtype=torch.int64, device=device)
+    # [value, rank]
     gathered_values = all_gather(local_values, group).T.tolist()
-    for name, rank_values in zip(facts, gathered_values, strict=True):
+    for value_name, rank_values in zip(compared_values, gathered_values, strict=True):
         if len(set(rank_values)) > 1:
-            listing = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(rank_values))
+            values_text = ", ".join(
+                f"{value} on rank {rank}" for rank, value in enumerate(rank_values)
+            )
             raise ValueError(
-                f"{name} must be equal on all ranks, got {listing}. Give every rank its shard of "
-                "the same batch, and the same model."
+                f"{value_name} must be equal on all ranks, got {values_text}. Give every rank its "
+                "shard of the same batch, and the same model."
             )
 
 
@@ -173,13 +179,15 @@ def _abort_and_describe_failure(group: ProcessGroup, error: RuntimeError) -> str
 
 
 def _find_silent_ranks(store: Store, other_ranks: list[int]) -> list[int]:
-    """Return the ranks that reported neither "alive" nor a cause within `REPORT_TIMEOUT`."""
-    deadline = time.monotonic() + REPORT_TIMEOUT
+    """Return ranks that reported neither "alive" nor a cause in `REPORT_TIMEOUT_SECONDS`."""
+    deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
     while True:
         silent_ranks = [
             rank
             for rank in other_ranks
-            if not any(store.check([_store_key(report, rank)]) for report in ("alive", "cause"))
+            if not any(
+                store.check([_store_key(report_kind, rank)]) for report_kind in ("alive", "cause")
+            )
         ]
         if not silent_ranks or time.monotonic() > deadline:
             return silent_ranks
@@ -193,22 +201,24 @@ OLD_COLLECTIVE_NAMES = {
 }
 
 
-def _get_collective(name: str) -> Any:
-    """Return the collective of torch.distributed that is called ``name`` in torch 2.13.
+def _get_collective(collective_name: str) -> Any:
+    """Return the collective of torch.distributed that is called ``collective_name`` in torch 2.13.
 
     Earlier versions of torch have the collective under the name in `OLD_COLLECTIVE_NAMES`.
     """
-    return getattr(dist, name, None) or getattr(dist, OLD_COLLECTIVE_NAMES[name])
+    return getattr(dist, collective_name, None) or getattr(
+        dist, OLD_COLLECTIVE_NAMES[collective_name]
+    )
 
 
-def _store_key(report: str, rank: int) -> str:
+def _store_key(report_kind: str, rank: int) -> str:
     """Return the key in the group's store under which ``rank`` writes a report.
 
     Args:
-        report: "alive" if the rank is running, "cause" for the error that stopped the rank.
+        report_kind: "alive" if the rank is running, "cause" for the error that stopped the rank.
         rank: the rank that writes the report.
     """
-    return f"cab_hf/{report}/{rank}"
+    return f"cab_hf/{report_kind}/{rank}"
 
 
 def _summarise_error(error: BaseException) -> str:

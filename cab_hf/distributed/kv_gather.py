@@ -54,33 +54,35 @@ class KVGather:
         self.k, self.v = k.detach(), v.detach()
         self.shard_map, self.group, self.regather_kv = shard_map, group, regather_kv
         slice_starts = range(0, k.shape[1], heads_k_stride)
-        self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in slice_starts]
+        self.slices = [
+            slice(start, min(start + heads_k_stride, k.shape[1])) for start in slice_starts
+        ]
         # (receive buffer, work) of every all-gather that runs, by index of the slice
-        self._pending: dict[int, tuple[Tensor, Work]] = {}
-        self._pending_grads: list[Work] = []
+        self._pending_gathers: dict[int, tuple[Tensor, Work]] = {}
+        self._pending_grad_scatters: list[Work] = []
         # (index, tensor) of the latest slice that the backward pass has gathered
-        self._regathered: tuple[int, Tensor] | None = None
+        self._regathered_slice: tuple[int, Tensor] | None = None
 
-    def prefetch(self, index: int) -> None:
-        """Start the all-gather of slice ``index``.
+    def prefetch(self, slice_index: int) -> None:
+        """Start the all-gather of slice ``slice_index``.
 
-        Has no effect if the all-gather is already running, or if there is no slice ``index``.
+        Has no effect if the all-gather is already running, or if there is no slice ``slice_index``.
         """
-        if not 0 <= index < len(self.slices) or index in self._pending:
+        if not 0 <= slice_index < len(self.slices) or slice_index in self._pending_gathers:
             return
-        heads = self.slices[index]
-        shard = _concat_kv(self.k[:, heads], self.v[:, heads])
-        self._pending[index] = start_all_gather(shard, self.group)
+        kv_heads = self.slices[slice_index]
+        local_kv = _concat_kv(self.k[:, kv_heads], self.v[:, kv_heads])
+        self._pending_gathers[slice_index] = start_all_gather(local_kv, self.group)
 
-    def wait(self, index: int) -> tuple[Tensor, Tensor]:
+    def wait(self, slice_index: int) -> tuple[Tensor, Tensor]:
         """Wait for the all-gather of a slice, and return its K and V as views of one tensor.
 
         Returns:
             K [B, h, N', D] and V [B, h, N', D_v] of all ranks, in the order of the slots.
         """
-        return self._split_kv(self._wait_slice(index))
+        return self._split_kv(self._wait_for_slice(slice_index))
 
-    def save_no_slice(self, index: int, k: Tensor) -> AbstractContextManager[Any]:
+    def save_no_slice(self, slice_index: int, k: Tensor) -> AbstractContextManager[Any]:
         """Return a context manager under which autograd saves no data of a slice.
 
         Instead of views of the slice, autograd saves their shapes, strides and offsets. The
@@ -91,7 +93,7 @@ class KVGather:
         all tensors except the slice, because these hooks might copy the slice.
 
         Args:
-            index: index of the slice.
+            slice_index: index of the slice.
             k: keys of the slice, whose storage identifies the slice.
         """
         if not self.regather_kv or not torch.is_grad_enabled():
@@ -106,24 +108,26 @@ class KVGather:
                 return _StorageView(x.shape, x.stride(), x.storage_offset())
             return outer_pack(x)
 
-        def unpack(x: Any) -> Tensor:
-            if isinstance(x, _StorageView):
-                return self._regather(index).as_strided(x.size, x.stride, x.offset)
-            return outer_unpack(x)
+        def unpack(packed_tensor: Any) -> Tensor:
+            if isinstance(packed_tensor, _StorageView):
+                return self._regather(slice_index).as_strided(
+                    packed_tensor.shape, packed_tensor.strides, packed_tensor.storage_offset
+                )
+            return outer_unpack(packed_tensor)
 
         return saved_tensors_hooks(pack, unpack)
 
-    def _regather(self, index: int) -> Tensor:
+    def _regather(self, slice_index: int) -> Tensor:
         """Gather a slice again for the backward pass, and return the slice, [N', B, h, D + D_v].
 
         Also start the all-gather of the previous slice, which the backward pass needs next.
         """
-        if self._regathered is None or self._regathered[0] != index:
-            self._regathered = None
-            self.prefetch(index)
-            self.prefetch(index - 1)
-            self._regathered = index, self._wait_slice(index)
-        return self._regathered[1]
+        if self._regathered_slice is None or self._regathered_slice[0] != slice_index:
+            self._regathered_slice = None
+            self.prefetch(slice_index)
+            self.prefetch(slice_index - 1)
+            self._regathered_slice = slice_index, self._wait_for_slice(slice_index)
+        return self._regathered_slice[1]
 
     def reduce_scatter_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Start the reduce-scatter of the gradients of a slice.
@@ -136,32 +140,32 @@ class KVGather:
             This rank's gradients, [B, h, n, D] and [B, h, n, D_v]. Their data is valid after
             `wait_grads`.
         """
-        self._regathered = None
+        self._regathered_slice = None
         slots, padding_indices = self.shard_map.flat_slots
         grads = _concat_kv(dk, dv).index_select(0, slots)
         if padding_indices is not None:
             grads.index_fill_(0, padding_indices, 0.0)
         local_grads, work = start_reduce_scatter(grads, self.group)
-        self._pending_grads.append(work)
+        self._pending_grad_scatters.append(work)
         return self._split_kv(local_grads)
 
-    def _wait_slice(self, index: int) -> Tensor:
+    def _wait_for_slice(self, slice_index: int) -> Tensor:
         """Return a gathered slice in the order of the slots of the layout, [N', B, h, D + D_v]."""
-        self.prefetch(index)
-        shards, work = self._pending.pop(index)
+        self.prefetch(slice_index)
+        shards, work = self._pending_gathers.pop(slice_index)
         wait_for_collective(work, self.group)
         return shards.index_select(0, self.shard_map.token_of_slot)
 
     def _split_kv(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return K [B, h, n, D] and V [B, h, n, D_v] as views of a result of `_concat_kv`."""
-        kv, dim = kv.permute(1, 2, 0, 3), self.k.shape[-1]
-        return kv[..., :dim], kv[..., dim:]
+        kv, head_dim = kv.permute(1, 2, 0, 3), self.k.shape[-1]
+        return kv[..., :head_dim], kv[..., head_dim:]
 
     def wait_grads(self) -> None:
         """Wait for all reduce-scatters of gradients."""
-        for work in self._pending_grads:
+        for work in self._pending_grad_scatters:
             wait_for_collective(work, self.group)
-        self._pending_grads.clear()
+        self._pending_grad_scatters.clear()
 
 
 def attend_over_slices(
@@ -181,30 +185,35 @@ def attend_over_slices(
     """
     needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     placeholders = _SplitGrads.apply(kv_gather, k, v) if needs_grad else None
-    outs, lses = [], []
+    outs_of_slices, lses_of_slices = [], []
     kv_gather.prefetch(0)
-    for index in range(len(kv_gather.slices)):
-        kv_gather.prefetch(index + 1)
+    for slice_index in range(len(kv_gather.slices)):
+        kv_gather.prefetch(slice_index + 1)
         if needs_grad:
-            k_placeholder, v_placeholder = placeholders[2 * index], placeholders[2 * index + 1]
-            keys, values = _GatherSlice.apply(kv_gather, index, k_placeholder, v_placeholder)
+            k_placeholder, v_placeholder = (
+                placeholders[2 * slice_index],
+                placeholders[2 * slice_index + 1],
+            )
+            gathered_k, gathered_v = _GatherSlice.apply(
+                kv_gather, slice_index, k_placeholder, v_placeholder
+            )
         else:
-            keys, values = kv_gather.wait(index)
-        with kv_gather.save_no_slice(index, keys):
-            out, lse = attend_slice(keys, values, index)
+            gathered_k, gathered_v = kv_gather.wait(slice_index)
+        with kv_gather.save_no_slice(slice_index, gathered_k):
+            out, lse = attend_slice(gathered_k, gathered_v, slice_index)
         # free the memory of this slice for the next slice
-        del keys, values
-        outs.append(out)
-        lses.append(lse.detach())
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+        del gathered_k, gathered_v
+        outs_of_slices.append(out)
+        lses_of_slices.append(lse.detach())
+    return torch.cat(outs_of_slices, dim=1), torch.cat(lses_of_slices, dim=1)
 
 
 class _StorageView(NamedTuple):
     """Shape, strides and offset of a tensor in the storage of a slice."""
 
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    storage_offset: int
 
 
 def _identity(x: Any) -> Any:
@@ -228,14 +237,16 @@ class _SplitGrads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kv_gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        ctx.gather = kv_gather
+        ctx.kv_gather = kv_gather
         return tuple(
-            x.new_empty(1).expand(x[:, heads].shape) for heads in kv_gather.slices for x in (k, v)
+            x.new_empty(1).expand(x[:, kv_heads].shape)
+            for kv_heads in kv_gather.slices
+            for x in (k, v)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.gather.wait_grads()
+        ctx.kv_gather.wait_grads()
         return None, torch.cat(grads[::2], dim=1), torch.cat(grads[1::2], dim=1)
 
 
@@ -247,11 +258,11 @@ class _GatherSlice(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kv_gather: KVGather, index: int, k: Tensor, v: Tensor
+        ctx: Any, kv_gather: KVGather, slice_index: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.gather = kv_gather
-        return kv_gather.wait(index)
+        ctx.kv_gather = kv_gather
+        return kv_gather.wait(slice_index)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.gather.reduce_scatter_grads(dk, dv)
+        return None, None, *ctx.kv_gather.reduce_scatter_grads(dk, dv)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # name of the auxiliary loss function in the module of each transformers model
-ROUTER_LOSS = "load_balancing_loss_func"
+ROUTER_LOSS_FUNCTION = "load_balancing_loss_func"
 
 
 @contextmanager
@@ -38,23 +38,29 @@ def install_sequence_hooks(model: nn.Module, group: ProcessGroup, block: int) ->
         group: the ranks that share the sequence.
         block: every chunk of a document is a multiple of ``block`` tokens.
     """
-    handles = []
+    hook_handles = []
     for module in model.modules():
         if _depends_on_longest_position(module):
             append_longest_position = functools.partial(_append_longest_position, group)
-            handles.append(
+            hook_handles.append(
                 module.register_forward_pre_hook(append_longest_position, with_kwargs=True)
             )
-            handles.append(module.register_forward_hook(_remove_longest_position))
+            hook_handles.append(module.register_forward_hook(_remove_longest_position))
         if isinstance(module, PreTrainedModel) and _has_router_loss(module):
             router_loss = _RouterLoss(group, block)
-            handles.append(module.register_forward_pre_hook(router_loss.replace, with_kwargs=True))
-            handles.append(module.register_forward_hook(router_loss.restore, always_call=True))
+            hook_handles.append(
+                module.register_forward_pre_hook(
+                    router_loss.replace_loss_function, with_kwargs=True
+                )
+            )
+            hook_handles.append(
+                module.register_forward_hook(router_loss.restore_loss_function, always_call=True)
+            )
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook_handle in hook_handles:
+            hook_handle.remove()
 
 
 def _depends_on_longest_position(module: nn.Module) -> bool:
@@ -101,7 +107,7 @@ def _remove_longest_position(module: nn.Module, args: tuple[Any, ...], output: A
     """
     if isinstance(output, Tensor):
         return output[..., :-1, :]
-    return tuple(x[..., :-1, :] for x in output)
+    return tuple(cos_or_sin[..., :-1, :] for cos_or_sin in output)
 
 
 def _has_router_loss(model: PreTrainedModel) -> bool:
@@ -123,7 +129,7 @@ class _RouterLoss:
         self.original_loss: Callable[..., Any] | None = None
         self.sharding: Sharding | None = None
 
-    def replace(
+    def replace_loss_function(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Install `sharded_loss` in place of the loss function of transformers.
@@ -131,7 +137,7 @@ class _RouterLoss:
         A forward pre-hook. Has no effect if the forward pass does not compute the loss.
         """
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        original_loss = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
+        original_loss = getattr(sys.modules[type(model).__module__], ROUTER_LOSS_FUNCTION, None)
         has_loss = kwargs.get("output_router_logits")
         if has_loss is None:
             has_loss = getattr(model.config, "output_router_logits", False)
@@ -145,9 +151,9 @@ class _RouterLoss:
         self.sharding = get_sharding(
             lengths_from_boundaries(cu_seqlens), self.group.size(), self.block
         )
-        setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.sharded_loss)
+        setattr(sys.modules[type(model).__module__], ROUTER_LOSS_FUNCTION, self.sharded_loss)
 
-    def restore(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def restore_loss_function(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Restore the loss function of transformers after a forward pass. A forward hook.
 
         Raises:
@@ -155,13 +161,14 @@ class _RouterLoss:
         """
         model_module = sys.modules[type(model).__module__]
         if self.original_loss is not None:
-            setattr(model_module, ROUTER_LOSS, self.original_loss)
+            setattr(model_module, ROUTER_LOSS_FUNCTION, self.original_loss)
         elif (
-            not hasattr(model_module, ROUTER_LOSS) and getattr(output, "aux_loss", None) is not None
+            not hasattr(model_module, ROUTER_LOSS_FUNCTION)
+            and getattr(output, "aux_loss", None) is not None
         ):
             raise NotImplementedError(
                 f"{type(model).__name__} computes the auxiliary loss of its routers without "
-                f"{ROUTER_LOSS}, so context_parallel cannot sum it over ranks. Set "
+                f"{ROUTER_LOSS_FUNCTION}, so context_parallel cannot sum it over ranks. Set "
                 "output_router_logits=False."
             )
         self.original_loss = self.sharding = None
@@ -176,29 +183,31 @@ class _RouterLoss:
         router_logits = bound_args.arguments["gate_logits"]
         if not isinstance(router_logits, tuple):
             return self.original_loss(*args, **kwargs)
-        bound_args.arguments["gate_logits"] = tuple([self._gather_logits(x) for x in router_logits])
+        bound_args.arguments["gate_logits"] = tuple(
+            [self._gather_logits(layer_logits) for layer_logits in router_logits]
+        )
         # `shard` refuses batches with padding, and `_gather_logits` removes the padding of shards
         bound_args.arguments["attention_mask"] = None
         loss = self.original_loss(*bound_args.args, **bound_args.kwargs)
         return loss - loss.detach() * (1 - 1 / self.group.size())
 
-    def _gather_logits(self, logits: Tensor) -> Tensor:
+    def _gather_logits(self, router_logits: Tensor) -> Tensor:
         """All-gather the logits of one router, and remove the logits of padding tokens.
 
         The gradient flows to the logits of this rank only.
 
         Args:
-            logits: [B * n, E], logits of the n tokens of this rank, including padding, for E
+            router_logits: [B * n, E], logits of the n tokens of this rank, including padding, for E
                 experts.
 
         Returns:
             [B * N, E], logits of all N tokens of the whole sequence, in the order of the sequence.
         """
-        local_logits = logits.reshape(
-            -1, self.sharding.tokens_per_rank, logits.shape[-1]
+        local_logits = router_logits.reshape(
+            -1, self.sharding.tokens_per_rank, router_logits.shape[-1]
         ).transpose(0, 1)
         shards = list(all_gather(local_logits, self.group).chunk(self.group.size()))
         # the gathered tensor has no gradient
         shards[self.group.rank()] = local_logits
-        shard_index = self.sharding.shard_index.to(logits.device)
+        shard_index = self.sharding.shard_index.to(router_logits.device)
         return torch.cat(shards).index_select(0, shard_index).transpose(0, 1).flatten(0, 1)

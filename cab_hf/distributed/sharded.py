@@ -68,7 +68,7 @@ class ShardedLayout:
 
     @torch.no_grad()
     def choose(
-        self, predictor: Predictor, q: Tensor, k: Tensor, context: LayerContext
+        self, predictor: Predictor, q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> BlockPlan:
         """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence.
 
@@ -77,29 +77,29 @@ class ShardedLayout:
                 tensors that ranks gather before the selection.
             q: queries of this rank, [B, H, n, D].
             k: keys of this rank, [B, H_kv, n, D].
-            context: context of the layer, with the ranges of this layout.
+            layer_context: context of the layer, with the ranges of this layout.
         """
-        num_heads = q.shape[1], k.shape[1]
-        required_inputs = predictor.required_inputs(context, num_heads)
+        head_counts = q.shape[1], k.shape[1]
+        required_inputs = predictor.required_inputs(layer_context, head_counts)
         if "queries" in required_inputs:
-            return self._choose_from_all_tokens(predictor, q, k, context)
+            return self._choose_from_all_tokens(predictor, q, k, layer_context)
         if "summaries" not in required_inputs:
-            return predictor.choose(q, k, context)
+            return predictor.choose(q, k, layer_context)
         is_real = (
             self.shard_map.sharding.is_real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
         )
-        local_summary = predictor.summary_of(k, is_real, context)
-        summary = predictor.merge(local_summary, context, num_heads, self)
+        local_summary = predictor.summary_of(k, is_real, layer_context)
+        summary = predictor.merge(local_summary, layer_context, head_counts, self)
         if "vectors" not in required_inputs:
-            return predictor.choose(q, summary, context)
+            return predictor.choose(q, summary, layer_context)
         vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
-        return predictor.choose(q, summary, context, vectors)
+        return predictor.choose(q, summary, layer_context, vectors)
 
     def _choose_from_all_tokens(
-        self, predictor: Predictor, q: Tensor, k: Tensor, context: LayerContext
+        self, predictor: Predictor, q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> BlockPlan:
         """Select the plan from q and k of all ranks, and return this rank's rows; see `choose`."""
-        sequence_context = replace(context, ranges=self.ranges.sequence_ranges)
+        sequence_context = replace(layer_context, ranges=self.ranges.sequence_ranges)
         plan = predictor(self.tokens(q), self.tokens(k), sequence_context)
         align, block = self.shard_map.align, self.shard_map.sharding.block
         if plan.query_block % align and align % plan.query_block:
@@ -174,21 +174,23 @@ class ShardedLayout:
             regather_kv=self.regather_kv,
         )
 
-        def attend(keys: Tensor, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
-            kv_heads = kv_gather.slices[index]
-            heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
+        def attend_slice(
+            gathered_k: Tensor, gathered_v: Tensor, slice_index: int
+        ) -> tuple[Tensor, Tensor]:
+            kv_heads = kv_gather.slices[slice_index]
+            query_heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
             out, lse = engine.attention(
-                q[:, heads],
-                keys,
-                values,
-                plan=plan.slice_heads(heads.start, heads.stop, q.shape[1]),
+                q[:, query_heads],
+                gathered_k,
+                gathered_v,
+                plan=plan.slice_heads(query_heads.start, query_heads.stop, q.shape[1]),
                 scale=scale,
                 return_lse=True,
                 softcap=softcap,
             )
-            return (out if sinks is None else with_sinks(out, lse, sinks[heads])), lse
+            return (out if sinks is None else with_sinks(out, lse, sinks[query_heads])), lse
 
-        return attend_over_slices(kv_gather, k, v, attend)
+        return attend_over_slices(kv_gather, k, v, attend_slice)
 
     def query_blocks_below_min_length(
         self, min_queries: int, min_tokens: int, query_block: int
@@ -221,7 +223,7 @@ class ShardedLayout:
             The entries of all ranks, N' / block_size in dimension ``dim``, without gradient. Blocks
             without tokens have zeros.
         """
-        block_index, is_filled = self.shard_map.blocks(block_size)
+        block_index, is_filled = self.shard_map.find_rank_blocks(block_size)
         gathered_blocks = all_gather(x.movedim(dim, 0), self.group)[block_index]
         is_filled = is_filled.view(-1, *[1] * (x.ndim - 1))
         return gathered_blocks.masked_fill(~is_filled, 0.0).movedim(0, dim)
@@ -237,8 +239,8 @@ class ShardedMask(MaskInfo):
     """The mask of one forward pass over a sharded sequence.
 
     ``q_length`` and ``kv_length`` are the number of tokens of the whole sequence.
-    ``details.parallel`` contains the group of ranks and the settings of `context_parallel`.
-    ``state`` contains the `Sharding` under the key ``SHARDING_KEY``.
+    ``details.parallel_settings`` contains the group of ranks and the settings of
+    `context_parallel`. ``state`` contains the `Sharding` under the key ``SHARDING_KEY``.
     """
 
     @property
@@ -247,44 +249,49 @@ class ShardedMask(MaskInfo):
         return self.state.get_stored(SHARDING_KEY)
 
     def layout(
-        self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
+        self,
+        query_block: int,
+        key_block: int,
+        device: torch.device,
+        from_sequence_start: bool = True,
     ) -> ShardedLayout:
         """Return the layout of a sharded sequence, one object for all layers of a forward pass.
 
         Args:
             query_block, key_block: block sizes of the plan, in tokens.
             device: device of the layout's tensors.
-            from_start: not used, because a sharded sequence has no cached keys before the call.
+            from_sequence_start: not used, because a sharded sequence has no cached keys before the
+                call.
         """
-        parallel = self.details.parallel
+        parallel_settings = self.details.parallel_settings
         shard_map = self.sharding.shard_map(max(query_block, key_block), device)
 
         def build_layout() -> ShardedLayout:
-            ranges = shard_map.ranges(parallel.group.rank(), self.batch)
+            ranges = shard_map.ranges(parallel_settings.group.rank(), self.batch)
             return ShardedLayout(
                 shard_map=shard_map,
-                group=parallel.group,
+                group=parallel_settings.group,
                 ranges=ranges,
                 window=self.window,
-                heads_k_stride=parallel.heads_k_stride,
-                regather_kv=parallel.regather_kv,
+                heads_k_stride=parallel_settings.heads_k_stride,
+                regather_kv=parallel_settings.regather_kv,
             )
 
         return self.state.get_or_compute(("layout", shard_map), build_layout)
 
 
 @cached_per_ranges
-def _local_row_indices(ranges: LocalRanges, rows: Tensor, query_block: int) -> Tensor:
+def _local_row_indices(ranges: LocalRanges, sequence_rows: Tensor, query_block: int) -> Tensor:
     """Convert indices of query blocks in the whole sequence to indices on this rank.
 
     Args:
         ranges: the ranges of this rank.
-        rows: int64 [1, R], indices in the whole sequence, filled with -1.
+        sequence_rows: int64 [1, R], indices in the whole sequence, filled with -1.
         query_block: query block size in tokens.
 
     Returns:
         int64 [B, m], indices of those query blocks that this rank has, filled with -1.
     """
-    sequence_mask = rows_mask(ranges.sequence_ranges, rows, query_block)[:, 0]
+    sequence_mask = rows_mask(ranges.sequence_ranges, sequence_rows, query_block)[:, 0]
     local_mask = ranges.local_rows(sequence_mask, query_block)
     return row_indices(local_mask, local_mask.shape[1]).expand(ranges.start.shape[0], -1)

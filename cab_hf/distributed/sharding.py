@@ -23,7 +23,7 @@ from cab_hf.checks import warn_renamed
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
 # maximum number of cached `Sharding` objects, and of cached `ShardMap` objects: a few batches
-MAX_CACHED = 8
+MAX_CACHED_SHARDINGS = 8
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,32 @@ class Sharding:
     """The assignment of the tokens of a sequence to ranks; equal on all ranks.
 
     Attributes:
-        lengths: number of tokens of each document without padding, in the order of the sequence.
+        document_lengths: number of tokens of each document without padding, in the order of the
+            sequence.
         world_size: number of ranks, W.
         block: every chunk is a multiple of ``block`` tokens. The block sizes of plans must divide
             ``block``.
     """
 
-    lengths: tuple[int, ...]
+    document_lengths: tuple[int, ...]
     world_size: int
     block: int = DENSE_BLOCK_SIZE
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens of the whole sequence without padding, N."""
-        return sum(self.lengths)
+        return sum(self.document_lengths)
 
     @cached_property
     def chunk_lengths(self) -> tuple[int, ...]:
         """Number of tokens in one chunk of each document, including padding."""
         min_padded_length = 2 * self.world_size * self.block
-        return tuple([-(-length // min_padded_length) * self.block for length in self.lengths])
+        return tuple(
+            [
+                -(-document_length // min_padded_length) * self.block
+                for document_length in self.document_lengths
+            ]
+        )
 
     @property
     def tokens_per_rank(self) -> int:
@@ -63,35 +69,37 @@ class Sharding:
         return math.gcd(self.block, DENSE_BLOCK_SIZE)
 
     @cached_property
-    def offsets(self) -> Tensor:
+    def document_offsets(self) -> Tensor:
         """Offset of each token of each rank from the start of its document, int64 [W, n].
 
         Padding has the offsets after the last token of the document.
         """
         early_chunks = torch.arange(self.world_size).unsqueeze(1)
         late_chunks = 2 * self.world_size - 1 - early_chunks
-        offsets = [
-            chunk * size + torch.arange(size)
-            for size in self.chunk_lengths
-            for chunk in (early_chunks, late_chunks)
+        document_offsets = [
+            chunk_index * chunk_length + torch.arange(chunk_length)
+            for chunk_length in self.chunk_lengths
+            for chunk_index in (early_chunks, late_chunks)
         ]
-        return torch.cat(offsets, dim=1)
+        return torch.cat(document_offsets, dim=1)
 
     @cached_property
     def document_ids(self) -> Tensor:
         """Index of the document of each token of a rank, int64 [n]; equal on all ranks."""
         chunk_lengths = torch.tensor(self.chunk_lengths)
-        return torch.arange(len(self.lengths)).repeat_interleave(2 * chunk_lengths)
+        return torch.arange(len(self.document_lengths)).repeat_interleave(2 * chunk_lengths)
 
     @cached_property
     def is_real(self) -> Tensor:
         """Bool [W, n], True for tokens of the sequence, False for padding."""
-        return self.offsets < torch.tensor(self.lengths)[self.document_ids]
+        return self.document_offsets < torch.tensor(self.document_lengths)[self.document_ids]
 
     @cached_property
     def positions(self) -> Tensor:
         """Position of each token in its document, int64 [W, n]; padding has the last position."""
-        return torch.minimum(self.offsets, torch.tensor(self.lengths)[self.document_ids] - 1)
+        return torch.minimum(
+            self.document_offsets, torch.tensor(self.document_lengths)[self.document_ids] - 1
+        )
 
     @cached_property
     def sequence_index(self) -> Tensor:
@@ -99,7 +107,7 @@ class Sharding:
 
         Padding has the index of the last token of its document.
         """
-        document_starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        document_starts = torch.tensor([0, *self.document_lengths]).cumsum(0)
         return document_starts[self.document_ids] + self.positions
 
     @cached_property
@@ -108,23 +116,23 @@ class Sharding:
 
         The index is rank * n + index on the rank.
         """
-        return self.invert(self.sequence_index, self.length)
+        return self.find_shard_indices(self.sequence_index, self.num_tokens)
 
-    def invert(self, targets: Tensor, num_targets: int) -> Tensor:
+    def find_shard_indices(self, target_of_token: Tensor, num_targets: int) -> Tensor:
         """Return the index in the concatenated shards of the token at each target.
 
         Args:
-            targets: int64 [W, n], a different number below ``num_targets`` for each token; the
-                numbers of padding are ignored.
+            target_of_token: int64 [W, n], a different number below ``num_targets`` for each token;
+                the numbers of padding are ignored.
             num_targets: number of targets.
 
         Returns:
-            int64 [length], rank * n + index on the rank; 0 for targets without a token.
+            int64 [num_targets], rank * n + index on the rank; 0 for targets without a token.
         """
-        shard_index = torch.zeros(num_targets, dtype=torch.int64)
+        shard_indices = torch.zeros(num_targets, dtype=torch.int64)
         is_real = self.is_real.flatten()
-        shard_index[targets.flatten()[is_real]] = is_real.nonzero().squeeze(1)
-        return shard_index
+        shard_indices[target_of_token.flatten()[is_real]] = is_real.nonzero().squeeze(1)
+        return shard_indices
 
     def shard_map(self, align: int, device: torch.device | str) -> ShardMap:
         """Return the `ShardMap` for a layout whose documents start at multiples of ``align`` slots.
@@ -166,7 +174,7 @@ class ShardMap:
     document_start: Tensor
 
     @property
-    def length(self) -> int:
+    def num_slots(self) -> int:
         """Number of slots of the layout, N'."""
         return self.token_of_slot.shape[0]
 
@@ -184,26 +192,33 @@ class ShardMap:
     @cached_property
     def layout(self) -> BlockLayout:
         """The layout of a single process, for one batch row."""
-        lengths, device = self.sharding.lengths, self.token_of_slot.device
+        document_lengths, device = self.sharding.document_lengths, self.token_of_slot.device
         doc_ids = None
-        if len(lengths) > 1:
-            document_lengths = torch.tensor(lengths, device=device)
-            doc_ids = torch.arange(len(lengths), device=device).repeat_interleave(document_lengths)[
-                None
-            ]
+        if len(document_lengths) > 1:
+            length_tensor = torch.tensor(document_lengths, device=device)
+            doc_ids = torch.arange(len(document_lengths), device=device).repeat_interleave(
+                length_tensor
+            )[None]
         return BlockLayout.build(
             batch=1,
-            q_length=self.sharding.length,
-            kv_length=self.sharding.length,
+            q_length=self.sharding.num_tokens,
+            kv_length=self.sharding.num_tokens,
             q_offset=0,
             padding_mask=None,
             doc_ids=doc_ids,
             align=self.align,
             device=device,
-            options=LayoutOptions(lengths=[[DocumentLength(length, length) for length in lengths]]),
+            options=LayoutOptions(
+                document_lengths=[
+                    [
+                        DocumentLength(document_length, document_length)
+                        for document_length in document_lengths
+                    ]
+                ]
+            ),
         )
 
-    def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
+    def find_rank_blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Map every block of the layout to the block of a rank that contains its tokens.
 
         The first slot of a layout block determines the block of a rank: if any slot of the layout
@@ -214,9 +229,9 @@ class ShardMap:
             block_size: tokens per block.
 
         Returns:
-            (indices, is_filled), int64 and bool [N' / size], for every layout block. An index is
-            rank * (blocks per rank) + block on the rank. ``is_filled`` is False for layout blocks
-            without tokens.
+            (indices, is_filled), int64 and bool [N' / block_size], for every layout block. An index
+            is rank * (blocks per rank) + block on the rank. ``is_filled`` is False for layout
+            blocks without tokens.
         """
         return self.token_of_slot[::block_size] // block_size, self.is_filled[::block_size]
 
@@ -224,8 +239,8 @@ class ShardMap:
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> LocalRanges:
         """Return the result of `ranges` from a cache, for plans of all visible blocks."""
-        request = _RangesRequest(rank=rank, batch=batch, causal=causal, window=window)
-        return _cached_ranges(self.layout.ranges, self, request)
+        arguments = _RangesArguments(rank=rank, batch=batch, causal=causal, window=window)
+        return _cached_ranges(self.layout.ranges, self, arguments)
 
     def ranges(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
@@ -245,9 +260,11 @@ class ShardMap:
         if window is not None:
             first_slot = torch.maximum(first_slot, last_slot - (window - 1))
         if not causal:
-            lengths = torch.tensor(self.sharding.lengths, device=last_slot.device)
+            document_lengths = torch.tensor(self.sharding.document_lengths, device=last_slot.device)
             document_end = (
-                self.document_start + lengths[self.sharding.document_ids.to(last_slot.device)] - 1
+                self.document_start
+                + document_lengths[self.sharding.document_ids.to(last_slot.device)]
+                - 1
             )
             last_slot = document_end.where(last_slot >= 0, -1)
         sequence_ranges = self.layout.ranges
@@ -258,7 +275,7 @@ class ShardMap:
             aligned=causal and window is None,
             consecutive=False,
             # the early and the late chunk of a document count as two documents
-            documents=2 * len(self.sharding.lengths),
+            documents=2 * len(self.sharding.document_lengths),
             sequence_ranges=replace(
                 sequence_ranges,
                 start=sequence_ranges.start.expand(batch, -1),
@@ -269,7 +286,7 @@ class ShardMap:
         )
 
 
-class _RangesRequest(NamedTuple):
+class _RangesArguments(NamedTuple):
     """The arguments of `ShardMap.ranges`, as one key of a cache."""
 
     rank: int
@@ -279,10 +296,12 @@ class _RangesRequest(NamedTuple):
 
 
 @cached_per_ranges
-def _cached_ranges(ranges: KeyRanges, shard_map: ShardMap, request: _RangesRequest) -> LocalRanges:
+def _cached_ranges(
+    ranges: KeyRanges, shard_map: ShardMap, arguments: _RangesArguments
+) -> LocalRanges:
     """Return the result of `ShardMap.ranges`, cached in the object ``ranges``."""
     return shard_map.ranges(
-        rank=request.rank, batch=request.batch, causal=request.causal, window=request.window
+        rank=arguments.rank, batch=arguments.batch, causal=arguments.causal, window=arguments.window
     )
 
 
@@ -316,7 +335,7 @@ class LocalRanges(KeyRanges):
     def tail(self, tokens: int, query_block: int) -> Tensor:
         """Return bool [B, m], True for query blocks that contain a tail token of a document.
 
-        `KeyRanges.tail` defines tail tokens, here of the whole sequence.
+        `KeyRanges.tail` of the whole sequence defines the tail tokens.
         """
         return self.local_rows(self.sequence_ranges.tail(tokens, query_block), query_block)
 
@@ -350,20 +369,20 @@ class LocalRanges(KeyRanges):
 def sharding_from_boundaries(
     cu_seqlens: Tensor | None, tokens_per_rank: int, world_size: int, block: int
 ) -> Sharding:
-    """Return the `Sharding` of the documents with boundaries ``cu_seqlens``.
+    """Return the `Sharding` of packed documents with the boundaries ``cu_seqlens``.
 
     Args:
-        cu_seqlens: int [documents + 1]; None means one document of ``world * tokens`` tokens.
+        cu_seqlens: int [documents + 1]; None means one document that fills all ranks.
         tokens_per_rank: tokens of each rank.
         world_size: number of ranks.
         block: every chunk is a multiple of ``block`` tokens.
     """
-    lengths = (
+    document_lengths = (
         (world_size * tokens_per_rank,)
         if cu_seqlens is None
         else lengths_from_boundaries(cu_seqlens)
     )
-    return get_sharding(lengths, world_size, block)
+    return get_sharding(document_lengths, world_size, block)
 
 
 def lengths_from_boundaries(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -378,31 +397,36 @@ def lengths_from_boundaries(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ..
         ValueError: the boundaries do not start at 0, or decrease.
     """
     boundaries = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    lengths = [after - before for before, after in zip(boundaries, boundaries[1:], strict=False)]
-    if not lengths or boundaries[0] != 0 or min(lengths) < 0 or boundaries[-1] == 0:
+    document_lengths = [end - start for start, end in zip(boundaries, boundaries[1:], strict=False)]
+    if (
+        not document_lengths
+        or boundaries[0] != 0
+        or min(document_lengths) < 0
+        or boundaries[-1] == 0
+    ):
         raise ValueError(
             "cu_seqlens must start at 0 and increase, got "
             f"{boundaries if len(boundaries) < 10 else [*boundaries[:9], '...']}. Give the "
             "document boundaries of the whole sequence, up to its number of tokens."
         )
-    return tuple([length for length in lengths if length])
+    return tuple([document_length for document_length in document_lengths if document_length])
 
 
-@lru_cache(MAX_CACHED)
+@lru_cache(MAX_CACHED_SHARDINGS)
 def get_sharding(
-    lengths: tuple[int, ...], world_size: int, block: int = DENSE_BLOCK_SIZE
+    document_lengths: tuple[int, ...], world_size: int, block: int = DENSE_BLOCK_SIZE
 ) -> Sharding:
     """Return the `Sharding` of documents from a cache, so that equal arguments return one object.
 
     Args:
-        lengths: number of tokens of each document without padding.
+        document_lengths: number of tokens of each document without padding.
         world_size: number of ranks.
         block: every chunk is a multiple of ``block`` tokens.
     """
-    return Sharding(lengths, world_size, block)
+    return Sharding(document_lengths, world_size, block)
 
 
-@lru_cache(MAX_CACHED)
+@lru_cache(MAX_CACHED_SHARDINGS)
 def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
     """Compute the result of `Sharding.shard_map`; equal arguments return one cached object."""
     if sharding.block % align:
@@ -411,18 +435,22 @@ def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap
             f"{sharding.block}. Give block={math.lcm(sharding.block, align)} to shard and to "
             "context_parallel or zigzag_attention."
         )
-    padded_lengths = [-(-length // align) * align for length in sharding.lengths]
+    padded_lengths = [
+        -(-document_length // align) * align for document_length in sharding.document_lengths
+    ]
     document_starts = torch.tensor([0, *padded_lengths]).cumsum(0)
-    document_start = document_starts[sharding.document_ids]
-    slot_of_token = (document_start + sharding.offsets).masked_fill(~sharding.is_real, -1)
-    num_slots = int(document_starts[-2]) + sharding.lengths[-1]
+    document_start_of_token = document_starts[sharding.document_ids]
+    slot_of_token = (document_start_of_token + sharding.document_offsets).masked_fill(
+        ~sharding.is_real, -1
+    )
+    num_slots = int(document_starts[-2]) + sharding.document_lengths[-1]
     is_filled = torch.zeros(num_slots, dtype=torch.bool)
     is_filled[slot_of_token[sharding.is_real]] = True
     return ShardMap(
         sharding=sharding,
         align=align,
         slot_of_token=slot_of_token.to(device),
-        token_of_slot=sharding.invert(slot_of_token, num_slots).to(device),
+        token_of_slot=sharding.find_shard_indices(slot_of_token, num_slots).to(device),
         is_filled=is_filled.to(device),
-        document_start=document_start.to(device),
+        document_start=document_start_of_token.to(device),
     )

@@ -9,8 +9,8 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.call.layout import full_plan
 from cab_hf.call.validate import SUPPORTED_DTYPES
-from cab_hf.checks import is_whole, require
-from cab_hf.distributed.exchange import require_equal, resolve_group
+from cab_hf.checks import is_whole_number, require
+from cab_hf.distributed.exchange import require_equal_values, resolve_group
 from cab_hf.distributed.kv_gather import KV_HEADS_PER_GATHER
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.distributed.sharding import Sharding, ShardMap, sharding_from_boundaries
@@ -39,9 +39,9 @@ def zigzag_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute exact attention of this rank's queries over the selected keys of all ranks.
 
-    Every document is padded to 2 W chunks, each a multiple of ``block`` tokens. Rank r has chunks r
-    and 2 W - 1 - r of every document, in this order, document by document. `shard` distributes a
-    batch in this order.
+    With W ranks, every document is padded to 2 W chunks of a multiple of ``block`` tokens. Rank r
+    has chunks r and 2 W - 1 - r of every document, in this order, document by document. `shard`
+    distributes a batch in this order.
 
     K and V are gathered in slices of KV heads. The all-gather of the next slice overlaps with
     attention over the current slice, and one kernel launch computes both chunks of the rank. The
@@ -93,16 +93,16 @@ def zigzag_attention(
     return layout.attention(chosen_engine, q, k, v, plan=plan, scale=scale)
 
 
-def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def require_matching_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise a ValueError if the shapes or dtypes of q, k and v do not fit together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or x.dtype not in SUPPORTED_DTYPES or x.dtype != q.dtype:
+    for tensor_name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4 or tensor.dtype not in SUPPORTED_DTYPES or tensor.dtype != q.dtype:
             raise ValueError(
-                f"{name} must be [B, heads, n, D] in the floating dtype of q, got {x.dtype} "
-                f"{tuple(x.shape)}. Give q, k and v in one of "
+                f"{tensor_name} must be [B, heads, n, D] in the floating dtype of q, got "
+                f"{tensor.dtype} {tuple(tensor.shape)}. Give q, k and v in one of "
                 f"{', '.join(map(str, SUPPORTED_DTYPES))}."
             )
-    have_same_tokens = all(x.shape[::2] == q.shape[::2] for x in (k, v))
+    have_same_tokens = all(tensor.shape[::2] == q.shape[::2] for tensor in (k, v))
     if (
         not have_same_tokens
         or k.shape[1] != v.shape[1]
@@ -116,20 +116,24 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def require_sizes(heads_k_stride: int, block: int) -> None:
+def require_stride_and_block(heads_k_stride: int, block: int) -> None:
     """Raise a ValueError unless ``heads_k_stride`` is at least 1 and ``block`` a multiple of 16."""
-    require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
-    require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
+    require(
+        is_whole_number(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1"
+    )
+    require(is_whole_number(block) and block % 16 == 0, "block", block, "a multiple of 16")
 
 
-def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> dict[str, int]:
+def collect_compared_values(
+    q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None
+) -> dict[str, int]:
     """Return the sizes, dtypes and documents that must be equal on all ranks, as numbers by name.
 
     Args:
         q, k, v: tensors of this rank, [B, heads, n, D].
         sharding: the sharding of the sequence; None if the boundaries of documents are unknown.
     """
-    lengths = () if sharding is None else sharding.lengths
+    document_lengths = () if sharding is None else sharding.document_lengths
     return {
         "batch rows": q.shape[0],
         "heads": q.shape[1],
@@ -138,10 +142,10 @@ def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> di
         "head dims": q.shape[3],
         "channels of v": v.shape[3],
         "dtypes": SUPPORTED_DTYPES.index(q.dtype) if q.dtype in SUPPORTED_DTYPES else -1,
-        "documents": len(lengths),
-        "tokens of the sequence": sum(lengths),
+        "documents": len(document_lengths),
+        "tokens of the sequence": sum(document_lengths),
         # unlike the hash of a string, Python's hash of a tuple of ints is equal in every process
-        "document lengths (hash)": hash(lengths),
+        "document lengths (hash)": hash(document_lengths),
         "blocks": 0 if sharding is None else sharding.block,
     }
 
@@ -174,16 +178,16 @@ def check_arguments(
         ValueError: see `zigzag_attention`.
     """
     group = resolve_group(group)
-    refuse_shapes(q, k, v)
-    require_sizes(heads_k_stride, block)
+    require_matching_shapes(q, k, v)
+    require_stride_and_block(heads_k_stride, block)
     world_size, num_tokens = group.size(), q.shape[2]
     sharding = sharding_from_boundaries(cu_seqlens, num_tokens, world_size, block)
     if check:
-        require_equal(rank_facts(q, k, v, sharding), group, q.device)
+        require_equal_values(collect_compared_values(q, k, v, sharding), group, q.device)
     if sharding.tokens_per_rank != num_tokens:
         raise ValueError(
             f"q must have {sharding.tokens_per_rank} tokens, got {num_tokens}: documents of "
-            f"{list(sharding.lengths[:8])} tokens are sharded over {world_size} ranks as "
+            f"{list(sharding.document_lengths[:8])} tokens are sharded over {world_size} ranks as "
             f"{2 * world_size} chunks, multiples of {block} tokens. Shard the batch with "
             "cab_hf.distributed.shard."
         )
@@ -193,7 +197,7 @@ def check_arguments(
         ranges = shard_map.cached_ranges(group.rank(), q.shape[0], causal)
         plan = full_plan(ranges, align)
     else:
-        _refuse_plan(plan, q, shard_map, causal)
+        _refuse_unfit_plan(plan, q, shard_map, causal)
     layout = ShardedLayout(
         shard_map=shard_map,
         group=group,
@@ -205,7 +209,7 @@ def check_arguments(
     return layout, chosen_engine, plan, q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) -> None:
+def _refuse_unfit_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) -> None:
     """Raise a ValueError if a plan does not fit q and the sequence, or if ``causal`` is False.
 
     Args:
@@ -215,7 +219,7 @@ def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) 
         causal: argument of `zigzag_attention`.
     """
     plan_shape = plan.batch, plan.q_length, plan.kv_length
-    expected_shape = q.shape[0], q.shape[2], shard_map.length
+    expected_shape = q.shape[0], q.shape[2], shard_map.num_slots
     if plan_shape != expected_shape or not causal:
         raise ValueError(
             f"plan must have {expected_shape} (batch, this rank's queries, keys of the whole "

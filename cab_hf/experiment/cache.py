@@ -23,26 +23,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("CAB_HF_CACHE") or user_cache / "cab_hf")
 
 
-def make_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the path of a file or folder in the cache; call ``make`` first if it does not exist.
+def make_cached_entry(entry_name: str, write_entry: Callable[[Path], None]) -> Path:
+    """Return the path of a file or folder in the cache; write a missing one first.
 
     Args:
-        name: name of the file or folder in the cache.
-        make: function that writes the file or folder to the path that it receives. This path is in
-            a temporary folder, and is renamed to ``name`` after ``make`` returns.
+        entry_name: name of the file or folder in the cache.
+        write_entry: function that writes the file or folder to the path that it receives. This path
+            is in a temporary folder, and is renamed to ``entry_name`` after ``write_entry``
+            returns.
     """
-    cached_path = cache_folder() / name
+    cached_path = cache_folder() / entry_name
     if cached_path.exists():
         return cached_path
     cached_path.parent.mkdir(parents=True, exist_ok=True)
-    for old_scratch in cached_path.parent.glob(f"{SCRATCH_PREFIX}*"):
-        if time.time() - old_scratch.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(old_scratch, ignore_errors=True)
+    for old_scratch_folder in cached_path.parent.glob(f"{SCRATCH_PREFIX}*"):
+        if time.time() - old_scratch_folder.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(old_scratch_folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(
         prefix=SCRATCH_PREFIX, dir=cached_path.parent
     ) as scratch_folder:
-        scratch_path = Path(scratch_folder) / name
-        make(scratch_path)
+        scratch_path = Path(scratch_folder) / entry_name
+        write_entry(scratch_path)
         try:
             scratch_path.rename(cached_path)
         except OSError:

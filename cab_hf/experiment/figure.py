@@ -14,20 +14,25 @@ from cab_hf.experiment.log import write_atomically
 DPI = 100
 # number of colours in the PNG palette: enough for lines, filled areas and their smooth edges. A
 # file with a palette has a third of the bytes of a file in true colour
-COLOURS = 64
+NUM_PALETTE_COLOURS = 64
 
 
 @contextmanager
 def figure(
-    path: Path | str, rows: int, columns: int, figsize: tuple[float, float], **options: Any
+    path: Path | str,
+    num_rows: int,
+    num_columns: int,
+    figsize: tuple[float, float],
+    **subplot_options: Any,
 ) -> Iterator[Any]:
     """Yield the axes of a grid of panels, and save the figure as PNG at the end of the block.
 
     Args:
         path: the PNG file.
-        rows, columns: number of panels in each direction. The axes are an array [rows, columns].
+        num_rows, num_columns: number of panels in each direction. The axes are an array [rows,
+            columns].
         figsize: width and height in inches.
-        options: other arguments of ``Figure.subplots``.
+        subplot_options: other arguments of ``Figure.subplots``.
     """
     # imported on demand, because measurements need no figure. pyplot would change the backend of a
     # notebook; `Figure` does not
@@ -35,10 +40,14 @@ def figure(
     from PIL import Image
 
     drawing = Figure(figsize=figsize, layout="constrained")
-    yield drawing.subplots(rows, columns, squeeze=False, **options)
+    yield drawing.subplots(num_rows, num_columns, squeeze=False, **subplot_options)
     true_colour_png = io.BytesIO()
     drawing.savefig(true_colour_png, dpi=DPI, format="png")
     palette_png = io.BytesIO()
-    image = Image.open(true_colour_png).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    image.save(palette_png, format="png", optimize=True)
+    palette_image = (
+        Image.open(true_colour_png)
+        .convert("RGB")
+        .quantize(NUM_PALETTE_COLOURS, dither=Image.Dither.NONE)
+    )
+    palette_image.save(palette_png, format="png", optimize=True)
     write_atomically(path, palette_png.getvalue())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cab_hf.config import CAB_FRC, SPARSE
+from cab_hf.config import CAB_FRC, SPARSE_IMPLEMENTATIONS
 from cab_hf.experiment import models
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
 
@@ -77,7 +77,7 @@ def load_model(
     if cab_config is not None:
         text_config.cab_config = cab_config
     # invalid settings raise an error here instead of in the first forward pass
-    if attn_implementation in SPARSE:
+    if attn_implementation in SPARSE_IMPLEMENTATIONS:
         cab_config_in_use(text_config)
     else:
         cab_config_of(text_config)

@@ -3,8 +3,8 @@
 Every line is on disk before the next measurement begins. The first line, the header, identifies the
 run: ``{"identity": {...}, "started": ...}``. Every other line is a record, the result of one
 measurement. A run continues a log with the same identity, and raises an error for any other log. A
-last line without a newline was written incompletely, and is dropped. `pack` compresses a log; `Log`
-and `read_log` accept compressed logs too.
+last line without a newline was written incompletely, and is dropped. `pack_file` compresses a log;
+`Log` and `read_log` accept compressed logs too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from cab_hf.experiment.settings import UsageError
 
 Record = dict[str, Any]
 # function: record -> names of the fields that the record must have
-FieldsOf = Callable[[Record], Iterable[str]]
+RequiredFieldsFunction = Callable[[Record], Iterable[str]]
 # error numbers of a full disk and of an exceeded quota
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-# suffix of a file that `pack` has compressed
+# suffix of a file that `pack_file` has compressed
 PACKED_SUFFIX = ".xz"
 # first bytes of every log
 HEADER_START = b'{"identity": '
@@ -59,53 +59,53 @@ def to_json(value: Any, path: Path) -> str:
         ) from error
 
 
-class _Records:
+class _LogRecords:
     """The records of a `Log`, without duplicates and without failures that a later run repaired.
 
     Attributes:
-        key: names of the fields that identify a record: records with equal values in these fields
-            are duplicates. () if there are no duplicates.
-        failed: name of the field with the reason why a measurement failed; None if measurements
-            cannot fail.
+        key_fields: names of the fields that identify a record: records with equal values in these
+            fields are duplicates. () if there are no duplicates.
+        error_field: name of the field with the reason why a measurement failed; None if
+            measurements cannot fail.
         records: the records that did not fail.
     """
 
-    def __init__(self, key: Sequence[str], failed: str | None) -> None:
-        self.key, self.failed = tuple(key), failed
+    def __init__(self, key_fields: Sequence[str], error_field: str | None) -> None:
+        self.key_fields, self.error_field = tuple(key_fields), error_field
         self.records: list[Record] = []
-        self._failures: dict[str, Record] = {}
-        self._seen: set[str] = set()
+        self._failure_by_key: dict[str, Record] = {}
+        self._successful_keys: set[str] = set()
 
     def __contains__(self, record: Mapping[str, Any]) -> bool:
-        """Return True if a successful record has the same values in the fields of ``key``."""
-        return bool(self.key) and self._key(record) in self._seen
+        """Return True if a successful record has the same values in the ``key_fields``."""
+        return bool(self.key_fields) and self._make_record_key(record) in self._successful_keys
 
     @property
     def failures(self) -> list[Record]:
         """Return the latest failed record of each measurement that has no successful record."""
-        return list(self._failures.values())
+        return list(self._failure_by_key.values())
 
-    def count(self, record: Record) -> None:
+    def count_record(self, record: Record) -> None:
         """Add a record of the file to `records`, or to `failures` if its measurement failed.
 
         A record with the key of a successful record is ignored.
         """
-        key = self._key(record)
+        record_key = self._make_record_key(record)
         if record in self:
             return
-        if self.failed is not None and record.get(self.failed) is not None:
-            self._failures[key] = record
+        if self.error_field is not None and record.get(self.error_field) is not None:
+            self._failure_by_key[record_key] = record
             return
-        self._failures.pop(key, None)
-        self._seen.add(key)
+        self._failure_by_key.pop(record_key, None)
+        self._successful_keys.add(record_key)
         self.records.append(record)
 
-    def _key(self, record: Mapping[str, Any]) -> str:
-        """Return the values of the fields in ``key``, joined to one string as a dict key."""
-        return json.dumps([record.get(name) for name in self.key])
+    def _make_record_key(self, record: Mapping[str, Any]) -> str:
+        """Return the values of the fields in ``key_fields``, joined to one string as a dict key."""
+        return json.dumps([record.get(field_name) for field_name in self.key_fields])
 
 
-class Log(_Records):
+class Log(_LogRecords):
     """The log of a run, locked so that no other process can write the file.
 
     `flock` locks the file itself: the lock ends with the process, and no separate lock file is left
@@ -116,16 +116,16 @@ class Log(_Records):
         path: the file.
         identity: what determines the results of the run, such as settings and model, as a mapping
             that JSON can store. A log contains records of one identity only.
-        key: names of the fields that identify a record. A record whose values in these fields are
-            equal to those of a successful record is a duplicate and is ignored. () means that no
-            record is a duplicate.
-        added: fields that records of earlier versions lack, with their values. The fields are added
-            to `records` only, and not to the file.
-        failed: name of the field with the reason why a measurement failed; None if measurements
-            cannot fail. The file keeps failed records. A failed record is in `failures` until a
-            later record with the same key replaces it.
-        fields_of: function of a record that returns the names of the fields that the record must
-            have in addition to ``key``; None to require ``key`` only.
+        key_fields: names of the fields that identify a record. A record whose values in these
+            fields are equal to those of a successful record is a duplicate and is ignored. () means
+            that no record is a duplicate.
+        added_defaults: fields that records of earlier versions lack, with their values. The fields
+            are added to `records` only, and not to the file.
+        error_field: name of the field with the reason why a measurement failed; None if
+            measurements cannot fail. The file keeps failed records. A failed record is in
+            `failures` until a later record with the same key replaces it.
+        required_fields: function of a record that returns the names of the fields that the record
+            must have in addition to ``key_fields``; None to require ``key_fields`` only.
 
     Attributes:
         records: all records that did not fail, in order; `append` extends the list.
@@ -141,32 +141,32 @@ class Log(_Records):
         self,
         path: Path | str,
         identity: Mapping[str, Any],
-        key: Sequence[str] = (),
-        added: Mapping[str, Any] | None = None,
-        failed: str | None = None,
-        fields_of: FieldsOf | None = None,
+        key_fields: Sequence[str] = (),
+        added_defaults: Mapping[str, Any] | None = None,
+        error_field: str | None = None,
+        required_fields: RequiredFieldsFunction | None = None,
     ) -> None:
-        super().__init__(key, failed)
+        super().__init__(key_fields, error_field)
         self.path, identity = Path(path), convert_through_json(identity)
-        self._fields_of = fields_of
+        self._required_fields = required_fields
         with convert_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if file_exists(self.path) and not self.path.exists():
                 content = read_file(self.path)
-                _parse(
+                _parse_log(
                     self.path,
                     content,
-                    key=key,
-                    added=added or {},
+                    key_fields=key_fields,
+                    added_defaults=added_defaults or {},
                     identity=identity,
-                    fields_of=fields_of,
+                    required_fields=required_fields,
                 )
                 write_atomically(self.path, content)
             self._file = FileIO(self.path, "a+")
             try:
-                self._lock()
-                self._read(identity, added or {})
-                drop_packed(self.path)
+                self._lock_file()
+                self._read_records(identity, added_defaults or {})
+                remove_packed_file(self.path)
             except BaseException:
                 self._file.close()
                 raise
@@ -200,16 +200,16 @@ class Log(_Records):
         if record in self:
             return
         with convert_write_errors(self.path):
-            exists = self.path.exists()
-            if not exists or not os.path.samestat(os.stat(self._file.fileno()), self.path.stat()):
+            has_file = self.path.exists()
+            if not has_file or not os.path.samestat(os.stat(self._file.fileno()), self.path.stat()):
                 raise LogError(
                     f"{self.path} was removed or replaced while this run wrote it. Start the run "
                     "again, in a folder that nothing else writes."
                 )
-            self._write(line)
-        self.count(json.loads(line))
+            self._write_line(line)
+        self.count_record(json.loads(line))
 
-    def _lock(self) -> None:
+    def _lock_file(self) -> None:
         """Lock the file, or raise a LogError if another process has locked the file."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,7 +219,7 @@ class Log(_Records):
                 "--out."
             ) from None
 
-    def _read(self, identity: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    def _read_records(self, identity: Mapping[str, Any], added_defaults: Mapping[str, Any]) -> None:
         """Read the records of the file, or write the header of a new file."""
         self._file.seek(0)
         content = self._file.read()
@@ -229,22 +229,22 @@ class Log(_Records):
             # the file is new, or its header was written incompletely
             self.started = utc_now()
             self._file.truncate(0)
-            self._write(json.dumps({"identity": identity, "started": self.started}))
+            self._write_line(json.dumps({"identity": identity, "started": self.started}))
             return
-        header, records = _parse(
+        header, records = _parse_log(
             self.path,
             content,
-            key=self.key,
-            added=added,
+            key_fields=self.key_fields,
+            added_defaults=added_defaults,
             identity=identity,
-            fields_of=self._fields_of,
+            required_fields=self._required_fields,
         )
         self.started = header["started"]
         for record in records:
-            self.count(record)
+            self.count_record(record)
         self._file.truncate(num_complete_bytes)
 
-    def _write(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         """Append a line and wait until it is on disk; on an error, restore the file."""
         num_bytes_before = os.stat(self._file.fileno()).st_size
         try:
@@ -259,16 +259,16 @@ class Log(_Records):
 
 def read_log(
     path: Path | str,
-    key: Sequence[str] = (),
-    added: Mapping[str, Any] | None = None,
-    failed: str | None = None,
-    fields_of: FieldsOf | None = None,
+    key_fields: Sequence[str] = (),
+    added_defaults: Mapping[str, Any] | None = None,
+    error_field: str | None = None,
+    required_fields: RequiredFieldsFunction | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
     """Return the identity and the records of a log, without locking or changing the file.
 
     Args:
         path: the file, compressed or not.
-        key, added, failed, fields_of: see `Log`.
+        key_fields, added_defaults, error_field, required_fields: see `Log`.
 
     Returns:
         identity: the identity of the run that wrote the log.
@@ -285,14 +285,20 @@ def read_log(
         raise LogError(
             f"{path} cannot be read ({error.strerror}). Give the folder of the run."
         ) from None
-    header, records = _parse(path, content, key=key, added=added or {}, fields_of=fields_of)
-    unique_records = _Records(key, failed)
+    header, records = _parse_log(
+        path,
+        content,
+        key_fields=key_fields,
+        added_defaults=added_defaults or {},
+        required_fields=required_fields,
+    )
+    unique_records = _LogRecords(key_fields, error_field)
     for record in records:
-        unique_records.count(record)
+        unique_records.count_record(record)
     return header["identity"], unique_records.records + unique_records.failures
 
 
-def pack(path: Path | str) -> None:
+def pack_file(path: Path | str) -> None:
     """Replace the file at ``path``, if it exists, by a compressed file with `PACKED_SUFFIX`.
 
     No run may write the file meanwhile. `Log` and `read_file` find the compressed file under the
@@ -311,7 +317,7 @@ def file_exists(path: Path) -> bool:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of the file at ``path``, decompressed if `pack` has compressed it."""
+    """Return the bytes of the file at ``path``, decompressed if `pack_file` has compressed it."""
     if path.exists() or not _packed_path(path).exists():
         return path.read_bytes()
     try:
@@ -322,7 +328,7 @@ def read_file(path: Path) -> bytes:
         ) from None
 
 
-def drop_packed(path: Path) -> None:
+def remove_packed_file(path: Path) -> None:
     """Remove the compressed version of the file at ``path``, if it exists."""
     _packed_path(path).unlink(missing_ok=True)
 
@@ -355,26 +361,26 @@ def convert_write_errors(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _parse(
+def _parse_log(
     path: Path,
     content: bytes,
     *,
-    key: Sequence[str],
-    added: Mapping[str, Any],
+    key_fields: Sequence[str],
+    added_defaults: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
-    fields_of: FieldsOf | None = None,
+    required_fields: RequiredFieldsFunction | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
     """Parse the complete lines of a log.
 
     Args:
         path: the file, for error messages.
         content: the bytes of the file.
-        key, added, fields_of: see `Log`.
+        key_fields, added_defaults, required_fields: see `Log`.
         identity: the required identity; None to accept any identity.
 
     Returns:
         header: the content of the first line, with "identity" and "started".
-        records: the records with the fields of ``added``, duplicates included.
+        records: the records with the fields of ``added_defaults``, duplicates included.
 
     Raises:
         LogError: the identity differs, or a line is no JSON object or lacks a field.
@@ -390,11 +396,13 @@ def _parse(
     for line_number, record in enumerate(parsed_lines[1:], 2):
         problem = "is no JSON object"
         if isinstance(record, dict):
-            record = {**added, **record}
+            record = {**added_defaults, **record}
             records.append(record)
-            missing_fields = [name for name in key if name not in record]
-            if not missing_fields and fields_of is not None:
-                missing_fields = [name for name in fields_of(record) if name not in record]
+            missing_fields = [field_name for field_name in key_fields if field_name not in record]
+            if not missing_fields and required_fields is not None:
+                missing_fields = [
+                    field_name for field_name in required_fields(record) if field_name not in record
+                ]
             problem = f"has no {missing_fields[0]!r}" if missing_fields else None
         if problem:
             raise LogError(
@@ -416,35 +424,43 @@ def convert_through_json(identity: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(identity))
 
 
-def require_identity(path: Path, recorded: Any, required: Any, name: str = "") -> None:
+def require_identity(
+    path: Path, recorded_identity: Any, required_identity: Any, field_name: str = ""
+) -> None:
     """Raise an error unless two identities are equal.
 
     Args:
         path: the file with the recorded identity.
-        recorded: identity in the file, or a field of the identity.
-        required: identity of this run, or a field of the identity.
-        name: name of the field, such as "settings.seed"; "" for the whole identity.
+        recorded_identity: identity in the file, or a field of the identity.
+        required_identity: identity of this run, or a field of the identity.
+        field_name: name of the field, such as "settings.seed"; "" for the whole identity.
 
     Raises:
         LogError: the identities differ. The message names the first differing field.
     """
-    if isinstance(recorded, dict) and isinstance(required, dict):
-        for field in dict.fromkeys((*required, *recorded)):
-            inner_name = f"{name}.{field}" if name else field
-            require_identity(path, recorded.get(field), required.get(field), inner_name)
-    elif recorded != required:
+    if isinstance(recorded_identity, dict) and isinstance(required_identity, dict):
+        for inner_field in dict.fromkeys((*required_identity, *recorded_identity)):
+            inner_field_name = f"{field_name}.{inner_field}" if field_name else inner_field
+            require_identity(
+                path,
+                recorded_identity.get(inner_field),
+                required_identity.get(inner_field),
+                inner_field_name,
+            )
+    elif recorded_identity != required_identity:
         raise LogError(
-            f"{path} was made with {name or 'identity'} {recorded!r}, this run has {required!r}. "
-            "Give another --out, or continue with the settings of the first run."
+            f"{path} was made with {field_name or 'identity'} {recorded_identity!r}, this run has "
+            f"{required_identity!r}. Give another --out, or continue with the settings of the "
+            "first run."
         )
 
 
 def write_atomically(path: Path | str, content: str | bytes) -> None:
     """Write a file so that readers always read either the complete old or the complete new file."""
     path = Path(path)
-    handle, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    file_descriptor, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(file_descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary_path, 0o644)
         # replaces a symbolic link itself, not the file that it refers to

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cab_hf.experiment.cache import file_sha256, make_once
+from cab_hf.experiment.cache import file_sha256, make_cached_entry
 from cab_hf.experiment.offline_models import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
-from cab_hf.experiment.reshape import RESHAPED, make_reshaped
+from cab_hf.experiment.reshape import RESHAPED_MODELS, make_reshaped_model
 from cab_hf.experiment.settings import UsageError, convert_errors, first_line
 from cab_hf.hf.fit import max_positions
 
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
     )
 
-TINY = "tiny"
-# config of `TINY`, 115,264 parameters. Like Llama 2 7B, the model has no GQA and an untied LM head
+TINY_MODEL = "tiny"
+# config of `TINY_MODEL`, 115,264 parameters. Like Llama 2 7B, the model has no GQA and an untied LM
+# head
 TINY_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -53,46 +54,49 @@ TINY_CONFIG = {
     "pad_token_id": 257,
 }
 # fields of a generation config with the ids of special tokens
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # prefixes of causal LMs on the hub whose names have no owner, such as "gpt2"
 OWNERLESS_PREFIXES = (
     *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
     *("xlm-", "xlnet-"),
 )
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 # file in the folder of an adapter: the "sha256" of its base model, and the fields of the base's
 # config that training changed
-BASE_FILE = "base.json"
-# fields of the base's config that `BASE_FILE` may contain and `restore_config_fields` sets
+BASE_MODEL_FILE = "base.json"
+# fields of the base's config that `BASE_MODEL_FILE` may contain and `restore_config_fields` sets
 RESTORED_FIELDS = ("rope_parameters", "max_position_embeddings", "cab_config")
 # files in the folder of an adapter that finetune/lora.py trained
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE_FILE)
+ADAPTER_FILES = (ADAPTER_CONFIG_FILE, "adapter_model.safetensors", BASE_MODEL_FILE)
 # folder with the adapters that are part of the package
-ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
+PACKAGED_ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 # by name of a model that is merged from a base and an adapter: the folder of the adapter
-ADAPTER_FOLDERS = {name: ADAPTERS_FOLDER / name for name in ("smollm2-32k", "smollm2-128k")}
+ADAPTER_FOLDER_BY_MODEL = {
+    model_name: PACKAGED_ADAPTERS_FOLDER / model_name
+    for model_name in ("smollm2-32k", "smollm2-128k")
+}
 # name of the folder in which a training run of all weights writes its model
-TRAINED_FOLDER = "model"
+TRAINED_MODEL_FOLDER = "model"
 # patterns of the files of a model that are hashed in addition to its weights
-TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
+TEXT_FILE_PATTERNS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # patterns of weight files; transformers reads the first format that exists
-WEIGHT_PATTERNS = ("*.safetensors", "*_model*.bin")
+WEIGHT_FILE_PATTERNS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
-    name_or_path: str, device: Any, dtype: Any, trust_remote_code: bool = False, **options: Any
+    name_or_path: str, device: Any, dtype: Any, trust_remote_code: bool = False, **load_options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM in eval mode on ``device``, and its tokenizer with a pad token.
 
     `cab_hf.load_model`, the public function, adds defaults and switches CAB on.
 
     Args:
-        name_or_path: one of `built_in_names`, or a name or path for
+        name_or_path: one of `built_in_model_names`, or a name or path for
             ``AutoModelForCausalLM.from_pretrained``.
         device: the device of the model.
         dtype: a torch dtype or its name, such as "float32".
         trust_remote_code: True to run Python code that comes with the model.
-        options: other arguments of ``from_pretrained``, such as a ``config``.
+        load_options: other arguments of ``from_pretrained``, such as a ``config``.
 
     Raises:
         UsageError: the model does not exist or cannot be loaded.
@@ -114,7 +118,7 @@ def load_model(
             _resolve_source(name_or_path),
             dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
-            **options,
+            **load_options,
         )
         model = model.to(device).eval()
     if model.generation_config.pad_token_id is None:
@@ -130,8 +134,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     from transformers import AutoTokenizer
 
     with _convert_load_errors(name_or_path):
-        source = _resolve_source(name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model_source = _resolve_source(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_source, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -145,15 +149,16 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     from transformers import AutoConfig
 
     _refuse_adapter(name_or_path)
-    source = _resolve_source(name_or_path)
+    model_source = _resolve_source(name_or_path)
     with _convert_load_errors(name_or_path):
         return AutoConfig.from_pretrained(
-            _find_base(Path(source)) or source, trust_remote_code=trust_remote_code
+            _find_base_model(Path(model_source)) or model_source,
+            trust_remote_code=trust_remote_code,
         )
 
 
 def build_skeleton(
-    config: PreTrainedConfig, trust_remote_code: bool = False, **options: Any
+    config: PreTrainedConfig, trust_remote_code: bool = False, **model_options: Any
 ) -> PreTrainedModel:
     """Build the causal LM of a config with parameters on the meta device.
 
@@ -162,20 +167,20 @@ def build_skeleton(
     Args:
         config: the config of the model.
         trust_remote_code: True to run Python code that comes with the model.
-        options: arguments of ``from_config``, such as a ``dtype``.
+        model_options: arguments of ``from_config``, such as a ``dtype``.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     # an explicit implementation avoids the warning about an unused cab_config
-    options = {"attn_implementation": "eager", **options}
+    model_options = {"attn_implementation": "eager", **model_options}
     with _convert_load_errors(config.name_or_path or config.model_type), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, **options
+            config, trust_remote_code=trust_remote_code, **model_options
         )
 
 
-def _make_tiny(_: str, folder: Path) -> None:
+def _make_tiny_model(_: str, folder: Path) -> None:
     """Write a small Llama 2 with random weights and a tokenizer with one token per byte."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -205,7 +210,10 @@ def make_greedy_config(model: PreTrainedModel, **fields: Any) -> GenerationConfi
     """
     from transformers import GenerationConfig
 
-    special_tokens = {name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS}
+    special_tokens = {
+        field_name: getattr(model.generation_config, field_name)
+        for field_name in SPECIAL_TOKEN_FIELDS
+    }
     return GenerationConfig(do_sample=False, **special_tokens, **fields)
 
 
@@ -223,12 +231,12 @@ def greedy_generation(model: PreTrainedModel, max_new_tokens: int) -> Iterator[G
     Yields:
         The greedy config.
     """
-    original = model.generation_config
+    original_config = model.generation_config
     model.generation_config = make_greedy_config(model, max_new_tokens=max_new_tokens)
     try:
         yield model.generation_config
     finally:
-        model.generation_config = original
+        model.generation_config = original_config
 
 
 def max_prompt_tokens(config: PreTrainedConfig, num_generated: int = 0) -> int | None:
@@ -244,18 +252,18 @@ def max_prompt_tokens(config: PreTrainedConfig, num_generated: int = 0) -> int |
     return num_positions if num_positions is None or is_rotary else num_positions - num_generated
 
 
-def is_local(name_or_path: str) -> bool:
+def is_local_model(name_or_path: str) -> bool:
     """Return True if a model is a local folder, and for an adapter its base model is local too."""
     folder = Path(_resolve_source(name_or_path))
-    base = _find_base(folder)
-    return folder.is_dir() and (base is None or is_local(base))
+    base_model = _find_base_model(folder)
+    return folder.is_dir() and (base_model is None or is_local_model(base_model))
 
 
 def content_sha256(name_or_path: str) -> str:
     """Return a SHA-256 that identifies the weights, config and tokenizer of a model.
 
-    For one of `built_in_names`, the hash is computed from the sources of the model (GGUF file,
-    config or adapter), because the converted files depend on versions of libraries. For other
+    For one of `built_in_model_names`, the hash is computed from the sources of the model (GGUF
+    file, config or adapter), because the converted files depend on versions of libraries. For other
     models, the hash is computed from the files of the model.
 
     Args:
@@ -266,78 +274,87 @@ def content_sha256(name_or_path: str) -> str:
     """
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
-    if name_or_path == TINY:
-        return _sha256(json.dumps(TINY_CONFIG))
-    if name_or_path in RESHAPED:
-        return _sha256(f"{SMOLLM2_SHA256} {name_or_path}")
-    if name_or_path in ADAPTER_FOLDERS:
+    if name_or_path == TINY_MODEL:
+        return _string_sha256(json.dumps(TINY_CONFIG))
+    if name_or_path in RESHAPED_MODELS:
+        return _string_sha256(f"{SMOLLM2_SHA256} {name_or_path}")
+    if name_or_path in ADAPTER_FOLDER_BY_MODEL:
         return content_sha256(str(_find_adapter(name_or_path)))
     folder = Path(_resolve_source(name_or_path))
     if not folder.is_dir():
-        folder = _folder_in_cache(name_or_path)
+        folder = _find_folder_in_hub_cache(name_or_path)
     weight_files = next(
-        (files for pattern in WEIGHT_PATTERNS if (files := [*folder.glob(pattern)])), []
+        (
+            hashed_files
+            for pattern in WEIGHT_FILE_PATTERNS
+            if (hashed_files := [*folder.glob(pattern)])
+        ),
+        [],
     )
-    files = weight_files + [file for pattern in TEXT_PATTERNS for file in folder.glob(pattern)]
-    hashes = {file.name: file_sha256(file) for file in files}
-    base = _find_base(folder)
-    if base is not None:
-        hashes["base model"] = content_sha256(base)
-    return _sha256(json.dumps(hashes, sort_keys=True))
+    hashed_files = weight_files + [
+        file for pattern in TEXT_FILE_PATTERNS for file in folder.glob(pattern)
+    ]
+    hash_by_file = {file.name: file_sha256(file) for file in hashed_files}
+    base_model = _find_base_model(folder)
+    if base_model is not None:
+        hash_by_file["base model"] = content_sha256(base_model)
+    return _string_sha256(json.dumps(hash_by_file, sort_keys=True))
 
 
-def _sha256(text: str) -> str:
+def _string_sha256(string: str) -> str:
     """Return the SHA-256 of a string."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(string.encode()).hexdigest()
 
 
-def _folder_in_cache(name: str) -> Path:
+def _find_folder_in_hub_cache(model_name: str) -> Path:
     """Return the folder of a model in the local cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    for file in ("config.json", ADAPTER_CONFIG):
-        path = try_to_load_from_cache(name, file)
-        if isinstance(path, str):
-            return Path(path).parent
-    raise UsageError(f"model {name!r} has no config.json in the cache of the hub. Load it first.")
+    for file_name in ("config.json", ADAPTER_CONFIG_FILE):
+        file_path = try_to_load_from_cache(model_name, file_name)
+        if isinstance(file_path, str):
+            return Path(file_path).parent
+    raise UsageError(
+        f"model {model_name!r} has no config.json in the cache of the hub. Load it first."
+    )
 
 
-def _find_base(folder: Path) -> str | None:
+def _find_base_model(folder: Path) -> str | None:
     """Return the base model's name or path; None if ``folder`` contains no adapter."""
-    file = folder / ADAPTER_CONFIG
-    if not file.is_file() or (folder / "config.json").is_file():
+    adapter_config_file = folder / ADAPTER_CONFIG_FILE
+    if not adapter_config_file.is_file() or (folder / "config.json").is_file():
         return None
-    return json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
+    return json.loads(adapter_config_file.read_text("utf-8"))["base_model_name_or_path"]
 
 
 def _resolve_source(name_or_path: str) -> str:
-    """Return the folder of one of `built_in_names`, or any other known name or path unchanged.
+    """Return the folder of one of `built_in_model_names`; return other known names unchanged.
 
     Raises:
-        UsageError: the name is unknown, see `refuse_unknown`.
+        UsageError: the name is unknown, see `refuse_unknown_model`.
     """
-    if is_built_in(name_or_path):
-        return str(make_folder(name_or_path))
-    refuse_unknown(name_or_path)
+    if is_built_in_model(name_or_path):
+        return str(make_model_folder(name_or_path))
+    refuse_unknown_model(name_or_path)
     return name_or_path
 
 
-def _refuse_adapter(name: str) -> None:
-    """Raise a UsageError if ``name`` is the folder of an adapter that finetune/lora.py trained.
+def _refuse_adapter(name_or_path: str) -> None:
+    """Raise a UsageError for the folder of an adapter that finetune/lora.py trained.
 
     Without merging, transformers would load the base without the config fields that training
     changed.
     """
-    if (Path(name) / BASE_FILE).is_file():
+    if (Path(name_or_path) / BASE_MODEL_FILE).is_file():
         raise UsageError(
-            f"model must be a complete model, got the adapter {name!r} that finetune/lora.py "
-            f"trained. Merge it into its base with `python -m cab_hf.finetune.merge {name} "
-            "merged`, and give that folder."
+            f"model must be a complete model, got the adapter {name_or_path!r} that "
+            "finetune/lora.py trained. Merge it into its base with `python -m "
+            f"cab_hf.finetune.merge {name_or_path} merged`, and give that folder."
         )
 
 
-def refuse_unknown(name: str) -> None:
-    """Raise an error unless ``name`` is a local model or has the form of a name on the hub.
+def refuse_unknown_model(model_name: str) -> None:
+    """Raise an error unless ``model_name`` is a local model or has the form of a name on the hub.
 
     The check sends no request to the hub, because without a network a request takes minutes to
     fail.
@@ -347,64 +364,67 @@ def refuse_unknown(name: str) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if is_built_in(name) or Path(name).exists():
+    if is_built_in_model(model_name) or Path(model_name).exists():
         return
     # accept owner/name, a name that starts with one of `OWNERLESS_PREFIXES`, or a name in the hub's
     # cache
-    match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
-    if match is not None and (
-        match[1] is not None
-        or name.startswith(OWNERLESS_PREFIXES)
-        or isinstance(try_to_load_from_cache(name, "config.json"), str)
+    name_match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", model_name, re.ASCII)
+    if name_match is not None and (
+        name_match[1] is not None
+        or model_name.startswith(OWNERLESS_PREFIXES)
+        or isinstance(try_to_load_from_cache(model_name, "config.json"), str)
     ):
         return
-    local_names = built_in_names()
-    matches = difflib.get_close_matches(name, local_names, n=1)
-    suggestion = f" (did you mean {matches[0]!r}?)" if matches else ""
+    local_names = built_in_model_names()
+    close_matches = difflib.get_close_matches(model_name, local_names, n=1)
+    suggestion = f" (did you mean {close_matches[0]!r}?)" if close_matches else ""
     raise UsageError(
-        f"model {name!r} does not exist{suggestion}. Give {', '.join(local_names)}, a folder, or a "
-        "name on the hub as owner/name."
+        f"model {model_name!r} does not exist{suggestion}. Give {', '.join(local_names)}, a "
+        "folder, or a name on the hub as owner/name."
     )
 
 
-def built_in_names() -> tuple[str, ...]:
+def built_in_model_names() -> tuple[str, ...]:
     """Return the names of models that cab_hf converts, merges or builds in the user's cache."""
-    return SMOLLM2, *ADAPTER_FOLDERS, *RESHAPED, TINY
+    return SMOLLM2, *ADAPTER_FOLDER_BY_MODEL, *RESHAPED_MODELS, TINY_MODEL
 
 
-def is_built_in(name: str) -> bool:
-    """Return True if ``name`` is one of `built_in_names`."""
-    return name in built_in_names()
+def is_built_in_model(model_name: str) -> bool:
+    """Return True if ``model_name`` is one of `built_in_model_names`."""
+    return model_name in built_in_model_names()
 
 
-def make_folder(name: str) -> Path:
+def make_model_folder(model_name: str) -> Path:
     """Return the folder of a model in the user's cache, after building the model if necessary.
 
     Args:
-        name: one of `built_in_names`.
+        model_name: one of `built_in_model_names`.
 
     Raises:
         UsageError: SmolLM2 is not available (see `smollm2_folder`), the package does not contain
             the adapter, peft is not installed, or the base differs from the base with which the
             adapter was trained.
     """
-    if name == SMOLLM2:
+    if model_name == SMOLLM2:
         return smollm2_folder()
-    make_model = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(
-        name, _merge_adapter
-    )
+    make_model = {
+        TINY_MODEL: _make_tiny_model,
+        **dict.fromkeys(RESHAPED_MODELS, make_reshaped_model),
+    }.get(model_name, _merge_adapter)
     # the name contains the hash, so that changed sources get another folder
-    return make_once(f"{name}-{content_sha256(name)[:12]}", partial(make_model, name))
+    return make_cached_entry(
+        f"{model_name}-{content_sha256(model_name)[:12]}", partial(make_model, model_name)
+    )
 
 
-def _convert_load_errors(name: str) -> AbstractContextManager[None]:
+def _convert_load_errors(model_name: str) -> AbstractContextManager[None]:
     """Return a context manager that converts errors inside its block to a `UsageError`.
 
     The message contains the name of the model and a remedy.
     """
 
     def describe_error(error: Exception) -> str:
-        failure = f"model {name!r} cannot be loaded ({first_line(error)})"
+        failure = f"model {model_name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
             return (
                 f"{failure}. Read that code, and give --trust-remote-code if it may run (in "
@@ -419,47 +439,47 @@ def _convert_load_errors(name: str) -> AbstractContextManager[None]:
     return convert_errors(describe_error)
 
 
-def _find_adapter(name: str) -> Path:
-    """Return the folder of the adapter that is merged for the model ``name``.
+def _find_adapter(model_name: str) -> Path:
+    """Return the folder of the adapter that is merged for the model ``model_name``.
 
     Raises:
         UsageError: a file of the adapter is missing.
     """
-    adapter = ADAPTER_FOLDERS[name]
-    missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
-    if missing:
+    adapter_folder = ADAPTER_FOLDER_BY_MODEL[model_name]
+    missing_files = [file for file in ADAPTER_FILES if not (adapter_folder / file).is_file()]
+    if missing_files:
         raise UsageError(
-            f"model {name!r} needs an adapter, and its file {missing[0]} is missing in this "
-            f"version of cab_hf. Give {SMOLLM2}, or install a version that contains it."
+            f"model {model_name!r} needs an adapter, and its file {missing_files[0]} is missing in "
+            f"this version of cab_hf. Give {SMOLLM2}, or install a version that contains it."
         )
-    return adapter
+    return adapter_folder
 
 
-def _merge_adapter(name: str, folder: Path) -> None:
-    """Merge the adapter of a model in `ADAPTER_FOLDERS` into its base, and write the result."""
-    adapter = _find_adapter(name)
-    base_facts = json.loads((adapter / BASE_FILE).read_text("utf-8"))
-    base = _find_base(adapter)
-    if content_sha256(base) != base_facts["sha256"]:
+def _merge_adapter(model_name: str, folder: Path) -> None:
+    """Merge the adapter in `ADAPTER_FOLDER_BY_MODEL` into its base, and write the model."""
+    adapter_folder = _find_adapter(model_name)
+    base_record = json.loads((adapter_folder / BASE_MODEL_FILE).read_text("utf-8"))
+    base_model = _find_base_model(adapter_folder)
+    if content_sha256(base_model) != base_record["sha256"]:
         raise UsageError(
-            f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model with "
-            f"SHA-256 {base_facts['sha256'][:12]}, and {Path(base).name!r} has another. Use "
-            "that base."
+            f"model {model_name!r} cannot be merged: adapter {adapter_folder.name} was trained in "
+            f"a model with SHA-256 {base_record['sha256'][:12]}, and {Path(base_model).name!r} has "
+            "another. Use that base."
         )
     try:
         from peft import PeftModel
     except ImportError as error:
         raise UsageError(
-            f"model {name!r} needs peft to be merged, and peft is not installed. Run `pip install "
-            "'cab_hf[finetune]'`."
+            f"model {model_name!r} needs peft to be merged, and peft is not installed. Run `pip "
+            "install 'cab_hf[finetune]'`."
         ) from error
-    config = load_config(base)
-    restore_config_fields(config.get_text_config(), base_facts)
-    model, tokenizer = load_model(base, "cpu", "float32", config=config)
-    with _convert_load_errors(name), warnings.catch_warnings():
+    config = load_config(base_model)
+    restore_config_fields(config.get_text_config(), base_record)
+    model, tokenizer = load_model(base_model, "cpu", "float32", config=config)
+    with _convert_load_errors(model_name), warnings.catch_warnings():
         # PEFT only warns about missing weights and continues without the adapter
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        adapted_model = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
+        adapted_model = PeftModel.from_pretrained(model, adapter_folder, trust_remote_code=False)
     adapted_model.merge_and_unload().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -469,9 +489,9 @@ def restore_config_fields(text_config: PreTrainedConfig, fields: Mapping[str, An
 
     Args:
         text_config: the text config of the base, modified in place.
-        fields: the content of the adapter's file `BASE_FILE`. Only fields in `RESTORED_FIELDS` are
-            read.
+        fields: the content of the adapter's file `BASE_MODEL_FILE`. Only fields in
+            `RESTORED_FIELDS` are read.
     """
-    for name in RESTORED_FIELDS:
-        if fields.get(name) is not None:
-            setattr(text_config, name, fields[name])
+    for field_name in RESTORED_FIELDS:
+        if fields.get(field_name) is not None:
+            setattr(text_config, field_name, fields[field_name])

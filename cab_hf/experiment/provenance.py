@@ -19,7 +19,7 @@ from cab_hf.experiment.cache import file_sha256
 from cab_hf.experiment.settings import UsageError, first_line
 
 # packages whose versions affect results
-PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
+RECORDED_PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
 # environment variables of torch's allocator, which affect how much GPU memory a run can use
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -42,22 +42,22 @@ def git_commit() -> str | None:
     """
     this_file = Path(__file__).resolve()
     git_command = ["git", "-C", str(this_file.parent)]
-    options = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    run_options = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
         # fails for a copy of cab_hf inside another repository that does not track this file
-        subprocess.run([*git_command, "ls-files", "--error-unmatch", this_file.name], **options)
+        subprocess.run([*git_command, "ls-files", "--error-unmatch", this_file.name], **run_options)
         describe_args = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run([*git_command, *describe_args], **options).stdout.strip()
+        return subprocess.run([*git_command, *describe_args], **run_options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("CAB_HF_COMMIT")
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of installed packages that affect results, by package name."""
     # cab_hf's version is not read from metadata, which may be older than the code of an editable
     # install
     version_by_package = {"python": platform.python_version(), "cab_hf": __version__}
-    for package in PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
             version_by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -65,8 +65,8 @@ def versions() -> dict[str, str]:
     return version_by_package
 
 
-def computing_device(name: str) -> Any:
-    """Return the torch device ``name`` after computing on it once.
+def computing_device(device_string: str) -> Any:
+    """Return the torch device ``device_string`` after computing on it once.
 
     Raises:
         UsageError: torch cannot compute on the device.
@@ -74,14 +74,14 @@ def computing_device(name: str) -> Any:
     import torch
 
     try:
-        device = torch.device(name)
+        device = torch.device(device_string)
         # read a computed value: a missing device and the device "meta" fail here, not before
         torch.ones(1, device=device).item()
     except Exception as error:
         reason = first_line(error)
         raise UsageError(
-            f"device must be one on which torch can compute here, such as cpu, got {name!r} "
-            f"({reason})."
+            f"device must be one on which torch can compute here, such as cpu, got "
+            f"{device_string!r} ({reason})."
         ) from None
     return device
 
@@ -100,14 +100,16 @@ def device_name(device: Any) -> str:
     from cab_hf.capability import CAPABILITY_OVERRIDE
 
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    hardware_name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    )
     if CAPABILITY_OVERRIDE is None:
-        return name
+        return hardware_name
     major, minor = CAPABILITY_OVERRIDE
-    return f"{name}, code of compute capability {major}.{minor}"
+    return f"{hardware_name}, code of compute capability {major}.{minor}"
 
 
-def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:
+def provenance(settings: Mapping[str, Any], device: Any, start_time: str) -> dict[str, Any]:
     """Return a dict with settings, versions, commit, device and times of a run.
 
     The end of the run is the time of this call. The dict has the key "environment" only if
@@ -116,17 +118,19 @@ def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[s
     Args:
         settings: the settings of the run, as JSON stores them.
         device: a torch device or its name.
-        started: the result of `utc_now` at the start of the run.
+        start_time: the result of `utc_now` at the start of the run.
     """
     environment = [
-        f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ
+        f"{variable_name}={os.environ[variable_name]}"
+        for variable_name in ALLOCATOR_VARIABLES
+        if variable_name in os.environ
     ]
     return {
         "settings": dict(settings),
-        "versions": versions(),
+        "versions": package_versions(),
         "commit": git_commit(),
         "device": device_name(device),
-        "started": started,
+        "started": start_time,
         "finished": utc_now(),
         **({"environment": environment} if environment else {}),
     }

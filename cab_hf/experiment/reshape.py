@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-WIDE, NORMALISED = "smollm2-d128-gqa4", "smollm2-qk-norm"
-RESHAPED = (WIDE, NORMALISED)
+WIDE_MODEL, NORMALISED_MODEL = "smollm2-d128-gqa4", "smollm2-qk-norm"
+RESHAPED_MODELS = (WIDE_MODEL, NORMALISED_MODEL)
 # fields of the config that are copied from SmolLM2
-SHARED_FIELDS = (
+SHARED_CONFIG_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("max_position_embeddings", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -38,11 +38,11 @@ RANDOM_STD = 0.03
 MEASURED_CHARACTERS = slice(20_000, 28_000)
 
 
-def make_reshaped(name: str, folder: Path) -> None:
+def make_reshaped_model(model_name: str, folder: Path) -> None:
     """Write a reshaped model in float32 and its tokenizer to a folder.
 
     Args:
-        name: one of `RESHAPED`.
+        model_name: one of `RESHAPED_MODELS`.
         folder: the folder to write.
 
     Raises:
@@ -56,11 +56,11 @@ def make_reshaped(name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source_folder, dtype=torch.float32, trust_remote_code=False
     )
-    if name == WIDE:
+    if model_name == WIDE_MODEL:
         reshaped_model = widen_heads(model, head_dim=128, group_size=4, theta=500_000.0)
     else:
-        text = built_in_text()[MEASURED_CHARACTERS]
-        reshaped_model = add_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
+        sample_text = built_in_text()[MEASURED_CHARACTERS]
+        reshaped_model = add_qk_norm(model, tokenizer(sample_text, return_tensors="pt").input_ids)
     reshaped_model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -82,16 +82,16 @@ def widen_heads(
     """
     import torch
 
-    config, state = model.config, model.state_dict()
+    config, state_dict = model.config, model.state_dict()
     old_head_dim, kv_heads = config.head_dim, config.num_key_value_heads
     old_group_size = config.num_attention_heads // kv_heads
     # pair j rotates at old_theta^(-2 j / old_head_dim), pair i of the larger head at theta^(-2 i /
     # head_dim)
     old_theta = config.rope_parameters["rope_theta"]
     pair_ratio = head_dim / old_head_dim * math.log(old_theta) / math.log(theta)
-    pairs = torch.tensor([round(pair_ratio * j) for j in range(old_head_dim // 2)])
+    channel_pairs = torch.tensor([round(pair_ratio * j) for j in range(old_head_dim // 2)])
     # rotated_channels[c]: channel of the larger head that receives channel c of ``model``
-    rotated_channels = torch.cat([pairs, pairs + head_dim // 2])
+    rotated_channels = torch.cat([channel_pairs, channel_pairs + head_dim // 2])
     wide_model = _build_model(
         "llama",
         model,
@@ -100,14 +100,14 @@ def widen_heads(
         head_dim=head_dim,
         theta=theta,
     )
-    generator = torch.Generator().manual_seed(0)
+    random_generator = torch.Generator().manual_seed(0)
 
     def draw_weights(*shape: int) -> Tensor:
-        return RANDOM_STD * torch.randn(shape, generator=generator)
+        return RANDOM_STD * torch.randn(shape, generator=random_generator)
 
     hidden_size = config.hidden_size
-    for name, weight in state.items():
-        projection = name.rpartition("self_attn.")[2]
+    for parameter_name, weight in state_dict.items():
+        projection = parameter_name.rpartition("self_attn.")[2]
         if projection == "q_proj.weight":
             q = torch.zeros(kv_heads, group_size, head_dim, hidden_size)
             # attention divides logits by sqrt(head_dim) instead of sqrt(old_head_dim)
@@ -116,24 +116,28 @@ def widen_heads(
             q[:, old_group_size:] = draw_weights(
                 kv_heads, group_size - old_group_size, head_dim, hidden_size
             )
-            state[name] = q.flatten(0, 2)
+            state_dict[parameter_name] = q.flatten(0, 2)
         elif projection in ("k_proj.weight", "v_proj.weight"):
             larger_weight = draw_weights(kv_heads, head_dim, hidden_size)
             # values are not rotated, so that their channels keep their indices
-            channels = rotated_channels if projection == "k_proj.weight" else slice(old_head_dim)
-            larger_weight[:, channels] = weight.view(kv_heads, old_head_dim, hidden_size)
-            state[name] = larger_weight.flatten(0, 1)
+            larger_head_channels = (
+                rotated_channels if projection == "k_proj.weight" else slice(old_head_dim)
+            )
+            larger_weight[:, larger_head_channels] = weight.view(
+                kv_heads, old_head_dim, hidden_size
+            )
+            state_dict[parameter_name] = larger_weight.flatten(0, 1)
         elif projection == "o_proj.weight":
             o = torch.zeros(hidden_size, kv_heads, group_size, head_dim)
             o[:, :, :old_group_size, :old_head_dim] = weight.view(
                 hidden_size, kv_heads, old_group_size, old_head_dim
             )
-            state[name] = o.flatten(1)
-    wide_model.load_state_dict(state)
+            state_dict[parameter_name] = o.flatten(1)
+    wide_model.load_state_dict(state_dict)
     return wide_model
 
 
-def add_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
+def add_qk_norm(model: PreTrainedModel, input_ids: Tensor) -> PreTrainedModel:
     """Return a Qwen3 with the weights of ``model``, a LLaMA in float32.
 
     The weight of each norm is the root mean square of the queries or keys of ``model`` in one
@@ -142,7 +146,7 @@ def add_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
 
     Args:
         model: a LLaMA in float32.
-        ids: int64 [1, N], the tokens of the forward pass.
+        input_ids: int64 [1, N], the tokens of the forward pass.
     """
     import torch
 
@@ -156,28 +160,30 @@ def add_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         theta=config.rope_parameters["rope_theta"],
     )
     # root mean square of a projection's output, by parameter name of the norm of this output
-    rms: dict[str, Tensor] = {}
+    rms_by_norm: dict[str, Tensor] = {}
 
-    def make_rms_hook(norm: str) -> Callable[..., None]:
-        """Return a forward hook for a projection; the hook stores the output's RMS in rms[norm]."""
+    def make_rms_hook(norm_name: str) -> Callable[..., None]:
+        """Return a forward hook for a projection that stores the output's RMS in `rms_by_norm`."""
 
-        def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        def store_rms(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
             # the keys of the first tokens are outliers and are left out
-            rms[norm] = output[:, 8:].square().mean().sqrt()
+            rms_by_norm[norm_name] = output[:, 8:].square().mean().sqrt()
 
-        return hook
+        return store_rms
 
-    handles = [
-        module.register_forward_hook(make_rms_hook(name.replace("_proj", "_norm.weight")))
-        for name, module in model.named_modules()
-        if name.endswith(("q_proj", "k_proj"))
+    hook_handles = [
+        module.register_forward_hook(make_rms_hook(module_name.replace("_proj", "_norm.weight")))
+        for module_name, module in model.named_modules()
+        if module_name.endswith(("q_proj", "k_proj"))
     ]
     with torch.no_grad():
-        model(ids, use_cache=False, logits_to_keep=1)
-    for handle in handles:
-        handle.remove()
-    norms = {name: value.expand(config.head_dim) for name, value in rms.items()}
-    norm_model.load_state_dict({**model.state_dict(), **norms})
+        model(input_ids, use_cache=False, logits_to_keep=1)
+    for hook_handle in hook_handles:
+        hook_handle.remove()
+    norm_weights = {
+        norm_name: rms.expand(config.head_dim) for norm_name, rms in rms_by_norm.items()
+    }
+    norm_model.load_state_dict({**model.state_dict(), **norm_weights})
     return norm_model
 
 
@@ -189,11 +195,11 @@ def _build_model(
     head_dim: int,
     theta: float,
 ) -> PreTrainedModel:
-    """Build a model with random weights and the `SHARED_FIELDS` of another model's config.
+    """Build a model with random weights and the `SHARED_CONFIG_FIELDS` of another model's config.
 
     Args:
         model_type: model type in transformers, such as "qwen3".
-        model: the model whose config has the `SHARED_FIELDS`.
+        model: the model whose config has the `SHARED_CONFIG_FIELDS`.
         num_heads: number of query heads.
         num_kv_heads: number of KV heads.
         head_dim: channels per head.
@@ -208,7 +214,7 @@ def _build_model(
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-        **{name: getattr(model.config, name) for name in SHARED_FIELDS},
+        **{field_name: getattr(model.config, field_name) for field_name in SHARED_CONFIG_FIELDS},
     )
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

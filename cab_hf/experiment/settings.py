@@ -1,7 +1,7 @@
 """Functions that fill a dataclass of settings from a command line and a YAML file.
 
 Each field of the dataclass is an option of the command. `read_settings` reads every option as a
-string, and `_parse` converts the string to a value. `to_command_line` is the inverse of
+string, and `_parse_option` converts the string to a value. `to_command_line` is the inverse of
 `read_settings`: `to_command_line` converts recorded settings to the words of a command line.
 
 A field is declared by `option`, `flag`, `operands` or `by_device`. Its metadata have these keys:
@@ -133,26 +133,30 @@ def operands(help: str) -> Any:
 
 
 def by_device(
-    gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str, **more_metadata: Any
+    gpu_default: Any,
+    cpu_default: Any,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    **more_metadata: Any,
 ) -> Any:
     """Declare an `option` with different defaults on a GPU and on a CPU.
 
     The field is None until `fill_by_device` sets the default. Arguments as in `option`.
     """
-    return option(None, help, parse, defaults=(gpu, cpu), **more_metadata)
+    return option(None, help, parse, defaults=(gpu_default, cpu_default), **more_metadata)
 
 
-def fill_by_device(settings: Any, on_cpu: bool) -> None:
+def fill_by_device(settings: Any, is_on_cpu: bool) -> None:
     """Set each field of `by_device` without a value to its default on the device.
 
     Args:
         settings: an instance of a settings dataclass, modified in place even if frozen.
-        on_cpu: True for the defaults on a CPU.
+        is_on_cpu: True for the defaults on a CPU.
     """
     for field in dataclasses.fields(settings):
         defaults = field.metadata["defaults"]
         if len(defaults) > 1 and getattr(settings, field.name) in (None, ()):
-            object.__setattr__(settings, field.name, defaults[on_cpu])
+            object.__setattr__(settings, field.name, defaults[is_on_cpu])
 
 
 def parse_flag(text: str) -> bool:
@@ -164,12 +168,12 @@ def parse_flag(text: str) -> bool:
     return text.lower() == "true"
 
 
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+def comma_separated(parse_item: Callable[[str], Any]) -> Callable[[str], tuple]:
     """Return a function that converts ``a,b,c`` to a tuple of parsed items without duplicates."""
 
     def parse_all(text: str) -> tuple:
-        items = filter(None, map(str.strip, text.split(",")))
-        return tuple(dict.fromkeys(map(parse, items)))
+        item_texts = filter(None, map(str.strip, text.split(",")))
+        return tuple(dict.fromkeys(map(parse_item, item_texts)))
 
     return parse_all
 
@@ -198,28 +202,34 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     The value is parsed as a Python literal. "true" and "false" become bools, and any other value
     stays a string.
     """
-    name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals:
+    field_name, equals_sign, value = (part.strip() for part in text.partition("="))
+    if not equals_sign:
         raise ValueError(f"assignment must be field=value, got {text!r}.")
     try:
-        return name, ast.literal_eval(value)
+        return field_name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, {"true": True, "false": False}.get(value, value)
+        return field_name, {"true": True, "false": False}.get(value, value)
 
 
 def require(
-    settings: Any, name: str, condition: object, expected: str, value: object = None
+    settings: Any, field_name: str, condition: object, requirement: str, value: object = None
 ) -> None:
     """Raise a ValueError about a field of ``settings`` unless ``condition`` is true.
 
     Args:
         settings: an instance of a settings dataclass.
-        name: name of the field.
+        field_name: name of the field.
         condition: true for valid settings.
-        expected: description of valid values, for the message "{name} must be {accepted}".
+        requirement: description of valid values, for the message "{field_name} must be
+            {requirement}".
         value: the value in the message; None means the value of the field.
     """
-    checks.require(condition, name, getattr(settings, name) if value is None else value, expected)
+    checks.require(
+        condition,
+        field_name,
+        getattr(settings, field_name) if value is None else value,
+        requirement,
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -231,7 +241,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_settings(
-    settings_class: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
+    settings_class: type[Settings], command_line_words: Sequence[str], prog: str, purpose: str = ""
 ) -> Settings:
     """Read settings from a command line, and from the YAML file of its option ``--config``.
 
@@ -241,28 +251,38 @@ def read_settings(
 
     Args:
         settings_class: the settings dataclass.
-        words: the words of the command line.
+        command_line_words: the words of the command line.
         prog: name of the command, for help and errors.
         purpose: description of the command, for help.
     """
     parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
-    fields = {field.name: field for field in dataclasses.fields(settings_class)}
-    for field in fields.values():
+    field_by_name = {field.name: field for field in dataclasses.fields(settings_class)}
+    for field in field_by_name.values():
         _add_option(parser, field)
     file_help = "YAML file of these options; options on the command line override it"
     parser.add_argument(f"--{CONFIG_OPTION}", metavar="FILE", help=file_help)
     try:
-        parsed, unknown = parser.parse_known_intermixed_args(words)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            options = [_option_name(x) for x in fields if not fields[x].metadata["operands"]]
-            raise ValueError(f"unknown option {name!r}; {_suggestion(name, options)}")
-        if parsed.config is not None:
-            parser.set_defaults(**_read_yaml(parsed.config, fields))
-            parsed = parser.parse_intermixed_args(words)
-        del parsed.config
+        parsed_options, unknown_words = parser.parse_known_intermixed_args(command_line_words)
+        if unknown_words:
+            unknown_option = unknown_words[0].partition("=")[0]
+            option_names = [
+                _option_name(field_name)
+                for field_name in field_by_name
+                if not field_by_name[field_name].metadata["operands"]
+            ]
+            raise ValueError(
+                f"unknown option {unknown_option!r}; "
+                f"{_suggest_option(unknown_option, option_names)}"
+            )
+        if parsed_options.config is not None:
+            parser.set_defaults(**_read_yaml(parsed_options.config, field_by_name))
+            parsed_options = parser.parse_intermixed_args(command_line_words)
+        del parsed_options.config
         return settings_class(
-            **{name: _parse(fields[name], text) for name, text in vars(parsed).items()}
+            **{
+                field_name: _parse_option(field_by_name[field_name], option_words)
+                for field_name, option_words in vars(parsed_options).items()
+            }
         )
     except ValueError as error:
         parser.error(str(error))
@@ -270,31 +290,31 @@ def read_settings(
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     """Add the option of a settings field to a parser."""
-    metadata, defaults = field.metadata, field.metadata["defaults"]
+    field_metadata, defaults = field.metadata, field.metadata["defaults"]
     # the parser sets no attribute for an option that the user leaves out, so that the dataclass
     # sets its default
-    arguments: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-    if metadata["operands"]:
-        arguments |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
-    elif metadata["repeatable"]:
-        arguments["action"] = "append"
-    elif metadata["parse"] is parse_flag:
-        arguments |= {"nargs": "?", "const": "true"}
+    argparse_arguments: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    if field_metadata["operands"]:
+        argparse_arguments |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
+    elif field_metadata["repeatable"]:
+        argparse_arguments["action"] = "append"
+    elif field_metadata["parse"] is parse_flag:
+        argparse_arguments |= {"nargs": "?", "const": "true"}
     elif any(isinstance(default, tuple) for default in defaults):
-        arguments["nargs"] = "+"
-    help = metadata["help"]
+        argparse_arguments["nargs"] = "+"
+    help_text = field_metadata["help"]
     # compared by identity with False, because the number 0 equals False
     shown_defaults = [
         value for value in defaults if value is not False and value not in (None, (), "")
     ]
     if shown_defaults:
-        words = dict.fromkeys(map(metadata["spell"], shown_defaults))
-        help += f" (default: {'; on CPU: '.join(words)})"
-    help = help.replace("%", "%%")
-    if metadata["operands"]:
-        parser.add_argument(help=help, **arguments)
+        spelled_defaults = dict.fromkeys(map(field_metadata["spell"], shown_defaults))
+        help_text += f" (default: {'; on CPU: '.join(spelled_defaults)})"
+    help_text = help_text.replace("%", "%%")
+    if field_metadata["operands"]:
+        parser.add_argument(help=help_text, **argparse_arguments)
     else:
-        parser.add_argument(_option_name(field.name), help=help, **arguments)
+        parser.add_argument(_option_name(field.name), help=help_text, **argparse_arguments)
 
 
 def _option_name(field_name: str) -> str:
@@ -302,52 +322,56 @@ def _option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _suggestion(name: str, options: Sequence[str]) -> str:
-    """Return "did you mean ...?" for an unknown option ``name``, or the list of all options."""
-    matches = difflib.get_close_matches(name, options, n=1)
-    return f"did you mean {matches[0]}?" if matches else f"the options are {', '.join(options)}."
+def _suggest_option(unknown_option: str, option_names: Sequence[str]) -> str:
+    """Return "did you mean ...?" for an unknown option, or the list of all options."""
+    close_matches = difflib.get_close_matches(unknown_option, option_names, n=1)
+    return (
+        f"did you mean {close_matches[0]}?"
+        if close_matches
+        else f"the options are {', '.join(option_names)}."
+    )
 
 
-def _parse(field: dataclasses.Field, words: str | list[str]) -> Any:
+def _parse_option(field: dataclasses.Field, option_words: str | list[str]) -> Any:
     """Convert the words of an option to the value of its field.
 
     Args:
         field: the field of the settings.
-        words: one word, or the list of words of an option that takes several.
+        option_words: one word, or the list of words of an option that takes several.
 
     Raises:
         ValueError: the words are no valid value. The message names the field.
     """
-    parse, is_repeatable = field.metadata["parse"], field.metadata["repeatable"]
-    text = words if isinstance(words, str) else ",".join(words)
+    parse_text, is_repeatable = field.metadata["parse"], field.metadata["repeatable"]
+    joined_words = option_words if isinstance(option_words, str) else ",".join(option_words)
     try:
         if is_repeatable:
             # parse to raise errors only: the value of a repeatable option is a tuple of strings
-            for word in words:
-                (parse_assignment if parse is str else parse)(word)
+            for word in option_words:
+                (parse_assignment if parse_text is str else parse_text)(word)
         if is_repeatable or field.metadata["operands"]:
-            return tuple(words)
-        value = parse(text)
+            return tuple(option_words)
+        value = parse_text(joined_words)
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, float) and not math.isfinite(item):
                 raise ValueError(f"must be a finite number, got {item}.")
         return value
     except ValueError as error:
         reason = (
-            f"must be {NUMBER_DESCRIPTIONS[parse]}, got {text}."
-            if parse in NUMBER_DESCRIPTIONS
+            f"must be {NUMBER_DESCRIPTIONS[parse_text]}, got {joined_words}."
+            if parse_text in NUMBER_DESCRIPTIONS
             else error
         )
         raise ValueError(f"{field.name}: {reason}") from error
 
 
-def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, list[str]]:
+def _read_yaml(path: str, field_by_name: Mapping[str, dataclasses.Field]) -> dict[str, list[str]]:
     """Read the options of a YAML file.
 
     Args:
         path: the file. It maps each option to a word, to a list of words, or to a mapping whose
             items become words ``field=value``.
-        fields: fields of the settings by name.
+        field_by_name: fields of the settings by name.
 
     Returns:
         The words of each option, by name of its field.
@@ -367,42 +391,45 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
         raise ValueError(
             f"{CONFIG_OPTION} must contain a mapping from option to value, got {path} without one."
         )
-    words = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
+    words_by_field = {}
+    for option_name, value in content.items():
+        field_name = str(option_name).replace("-", "_")
+        if field_name not in field_by_name:
             raise ValueError(
-                f"{path} contains the unknown option {key!r}; {_suggestion(name, list(fields))}"
+                f"{path} contains the unknown option {option_name!r}; "
+                f"{_suggest_option(field_name, list(field_by_name))}"
             )
         if isinstance(value, dict):
-            value = [f"{field}={setting!r}" for field, setting in value.items()]
+            value = [f"{mapping_key}={setting!r}" for mapping_key, setting in value.items()]
         if value is not None:
-            words[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
-    return words
+            words_by_field[field_name] = [
+                str(list_item) for list_item in (value if isinstance(value, list) else [value])
+            ]
+    return words_by_field
 
 
-def to_command_line(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
+def to_command_line(recorded_settings: Mapping[str, Any], settings_class: type) -> list[str]:
     """Convert recorded settings to the words of a command line, without options at their default.
 
     Args:
-        recorded: settings as read from JSON. A setting that is a file was recorded as a mapping
-            with the key "name". Names that are no fields of ``settings_class`` are ignored.
+        recorded_settings: settings as read from JSON. A setting that is a file was recorded as a
+            mapping with the key "name". Names that are no fields of ``settings_class`` are ignored.
         settings_class: the settings dataclass.
     """
-    on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
-    words = []
+    is_on_cpu = str(recorded_settings.get("device", "cpu")).startswith("cpu")
+    command_line_words = []
     for field in dataclasses.fields(settings_class):
-        value = recorded.get(field.name)
+        value = recorded_settings.get(field.name)
         if value is None:
             continue
         value = value["name"] if isinstance(value, Mapping) else value
-        metadata, default = field.metadata, field.metadata["defaults"][-1 if on_cpu else 0]
+        field_metadata, default = field.metadata, field.metadata["defaults"][-1 if is_on_cpu else 0]
         values, default_values = (
-            value_or_values if metadata["repeatable"] else [value_or_values]
+            value_or_values if field_metadata["repeatable"] else [value_or_values]
             for value_or_values in (value, default)
         )
-        spelled_values = list(map(metadata["spell"], values))
-        if default is None or spelled_values != list(map(metadata["spell"], default_values)):
+        spelled_values = list(map(field_metadata["spell"], values))
+        if default is None or spelled_values != list(map(field_metadata["spell"], default_values)):
             for spelled_value in spelled_values:
-                words += [_option_name(field.name), spelled_value]
-    return words
+                command_line_words += [_option_name(field.name), spelled_value]
+    return command_line_words

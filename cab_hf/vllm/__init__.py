@@ -22,14 +22,14 @@ from cab_hf.config import TABLE_FIELDS, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin
 
 # supported versions of vLLM: their backend registry and the arguments of `forward` are the same
-OLDEST_VLLM, NEWEST_VLLM = "0.22.1", "0.33"
+OLDEST_VLLM_VERSION, NEWEST_VLLM_VERSION = "0.22.1", "0.33"
 # key that `prepare_engine` adds to the ``additional_config`` of an engine after it has checked the
 # settings
 PREPARED_KEY = "cab_prepared"
 
 logger = logging.getLogger("vllm.cab_hf")
 # True after vLLM has called `register` in this process
-_registered = False
+_is_registered = False
 
 
 def register() -> None:
@@ -37,8 +37,8 @@ def register() -> None:
 
     vLLM calls this function, the entry point of the plugin, in each of its processes.
     """
-    global _registered
-    _registered = True
+    global _is_registered
+    _is_registered = True
     try:
         from vllm.config import VllmConfig
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -59,9 +59,9 @@ def register() -> None:
     if "vllm.v1.engine.core" in sys.modules:
         # a separate engine process receives a prepared config and does not call `prepare_engine`,
         # which would install these hooks
-        from cab_hf.vllm.requests import watch_requests
+        from cab_hf.vllm.requests import install_request_hooks
 
-        watch_requests()
+        install_request_hooks()
 
 
 def prepare_engine(vllm_config: Any) -> None:
@@ -80,8 +80,10 @@ def prepare_engine(vllm_config: Any) -> None:
         raise ValueError(error_message)
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
-        name = "CabAsyncScheduler" if scheduler_config.async_scheduling else "CabScheduler"
-        scheduler_config.scheduler_cls = f"cab_hf.vllm.scheduler.{name}"
+        scheduler_name = (
+            "CabAsyncScheduler" if scheduler_config.async_scheduling else "CabScheduler"
+        )
+        scheduler_config.scheduler_cls = f"cab_hf.vllm.scheduler.{scheduler_name}"
     additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict) or PREPARED_KEY in additional_config:
         return
@@ -94,7 +96,7 @@ def prepare_engine(vllm_config: Any) -> None:
     from cab_hf.vllm import metrics, requests
 
     metrics.export_counters(vllm_config)
-    requests.watch_requests()
+    requests.install_request_hooks()
     reason = never_sparse_reason(config, vllm_config)
     if reason is not None:
         logger.warning("cab_hf: no prompt is attended sparsely: %s.", reason)
@@ -125,7 +127,7 @@ def settings_of(vllm_config: Any) -> CabConfig | None:
         )
     if not is_plugin_on:
         return None
-    if not _registered:
+    if not _is_registered:
         raise ValueError(
             "VLLM_PLUGINS must contain cab_hf in every process of vLLM, and this process has not "
             "loaded it. Add cab_hf to VLLM_PLUGINS, or unset VLLM_PLUGINS."
@@ -189,21 +191,24 @@ def _unrunnable_settings_error(config: CabConfig, vllm_config: Any) -> str | Non
         "prefill_context_parallel_size": 1,
         "enable_dbo": False,
     }
-    for name, required_value in required_values.items():
-        if getattr(parallel_config, name, required_value) != required_value:
+    for field_name, required_value in required_values.items():
+        if getattr(parallel_config, field_name, required_value) != required_value:
             return (
-                f"{name} must be {required_value} for 'cab', got "
-                f"{getattr(parallel_config, name)}. Start vLLM with {required_value}."
+                f"{field_name} must be {required_value} for 'cab', got "
+                f"{getattr(parallel_config, field_name)}. Start vLLM with {required_value}."
             )
-    for connector in _connector_names(vllm_config.kv_transfer_config):
-        if connector not in KEYED_CONNECTORS:
+    for connector_name in _connector_names(vllm_config.kv_transfer_config):
+        if connector_name not in SETTINGS_AWARE_KV_CONNECTORS:
             return (
-                f"kv_connector must be one of {', '.join(KEYED_CONNECTORS)}, got {connector}. "
-                "Use one of these connectors, which never load KV of other settings."
+                f"kv_connector must be one of {', '.join(SETTINGS_AWARE_KV_CONNECTORS)}, got "
+                f"{connector_name}. Use one of these connectors, which never load KV of other "
+                "settings."
             )
-    table_fields = [name for name in TABLE_FIELDS if isinstance(getattr(config, name), tuple)]
+    table_fields = [
+        field_name for field_name in TABLE_FIELDS if isinstance(getattr(config, field_name), tuple)
+    ]
     if parallel_config.tensor_parallel_size > 1 and any(
-        getattr(config, name) for name in table_fields
+        getattr(config, field_name) for field_name in table_fields
     ):
         return (
             "tensor_parallel_size must be 1 if cab_config has tables of all heads, got "
@@ -214,7 +219,7 @@ def _unrunnable_settings_error(config: CabConfig, vllm_config: Any) -> str | Non
 
 # KV connectors whose keys contain vLLM's block hashes or the cache salt. Both depend on the
 # settings, so that an engine never loads K and V that other settings computed
-KEYED_CONNECTORS = (
+SETTINGS_AWARE_KV_CONNECTORS = (
     "OffloadingConnector",
     "SimpleCPUOffloadConnector",
     "MooncakeStoreConnector",
@@ -232,8 +237,8 @@ def _connector_names(transfer_config: Any) -> Iterator[str]:
         return
     if transfer_config.kv_connector != "MultiConnector":
         yield transfer_config.kv_connector
-    for connector in transfer_config.kv_connector_extra_config.get("connectors", ()):
-        yield connector["kv_connector"]
+    for connector_config in transfer_config.kv_connector_extra_config.get("connectors", ()):
+        yield connector_config["kv_connector"]
 
 
 def never_sparse_reason(config: CabConfig, vllm_config: Any) -> str | None:
@@ -269,11 +274,15 @@ def _unsupported_version_error() -> str | None:
     from packaging.version import Version
     from vllm import __version__
 
-    release = Version(__version__).release
-    if Version(OLDEST_VLLM).release <= release and release[:2] <= Version(NEWEST_VLLM).release:
+    installed_release = Version(__version__).release
+    if (
+        Version(OLDEST_VLLM_VERSION).release <= installed_release
+        and installed_release[:2] <= Version(NEWEST_VLLM_VERSION).release
+    ):
         return None
     return (
-        f"vLLM must be {OLDEST_VLLM} to {NEWEST_VLLM}, got {__version__}. Install another version."
+        f"vLLM must be {OLDEST_VLLM_VERSION} to {NEWEST_VLLM_VERSION}, got {__version__}. Install "
+        "another version."
     )
 
 

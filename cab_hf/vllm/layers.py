@@ -18,15 +18,15 @@ from cab_hf.config import CabConfig
 from cab_hf.hf.rotary import slow_channels, slow_half_of_pairs
 from cab_hf.predictors.cascade import find_anchor
 from cab_hf.vllm import never_sparse_reason, settings_of
-from cab_hf.vllm.metrics import METERS, Meter
+from cab_hf.vllm.metrics import METER_BY_INSTANCE_ID, Meter
 
 logger = logging.getLogger("vllm.cab_hf")
 
 # attributes of attention modules that are False or 0 if the module does not rotate queries and keys
-ROTARY_SWITCHES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
+ROTARY_SWITCH_ATTRIBUTES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
 # key: name of a model file of vLLM. Value: names of attributes of the attention modules in the
 # file. A module applies its rotary embedding only if one of these attributes is set
-ROTARY_CONDITIONS = {
+ROTARY_CONDITION_ATTRIBUTES = {
     "commandr": ("v1", "sliding_window"),
     "cohere2_moe": ("sliding_window", "force_rope"),
     "exaone4": ("sliding_window", "apply_rope_all_layers"),
@@ -44,10 +44,10 @@ class CabLayer(nn.Module):
             for all channels.
     """
 
-    def __init__(self, name: str, config: Any, slow_channels: tuple[int, ...]) -> None:
+    def __init__(self, layer_name: str, config: Any, slow_channels: tuple[int, ...]) -> None:
         super().__init__()
         self.layer_idx = next(
-            (int(name_part) for name_part in name.split(".") if name_part.isdigit()), None
+            (int(name_part) for name_part in layer_name.split(".") if name_part.isdigit()), None
         )
         self.config = config
         self.slow_channels = slow_channels
@@ -73,43 +73,47 @@ def register_layers(model: nn.Module, vllm_config: Any) -> None:
     model_config = vllm_config.model_config.hf_text_config
     dense_reasons: Counter[str] = Counter()
     sparse_layers: list[CabLayer] = []
-    for owner, attention in iterate_attention_layers(model):
-        impl = attention.impl
-        dense_reason = why_dense(attention)
+    for owner_module, attention_layer in iterate_attention_layers(model):
+        impl = attention_layer.impl
+        dense_reason = find_dense_reason(attention_layer)
         if hasattr(impl, "cab_dense_reason"):
-            channels = slow_channels_of(owner, attention)
-            impl.cab_layer = CabLayer(attention.layer_name, model_config, channels)
+            low_frequency_channels = find_slow_channels(owner_module, attention_layer)
+            impl.cab_layer = CabLayer(
+                attention_layer.layer_name, model_config, low_frequency_channels
+            )
             if dense_reason is None and impl.cab_layer.layer_idx in config.dense_layers:
                 dense_reason = "in dense_layers"
         if dense_reason is None:
             sparse_layers.append(impl.cab_layer)
         else:
             dense_reasons[dense_reason] += 1
-    _require_anchors(config, [layer.layer_idx for layer in sparse_layers])
+    _require_sparse_anchors(config, [sparse_layer.layer_idx for sparse_layer in sparse_layers])
     is_first_rank = get_tensor_model_parallel_rank() == 0
     # all stages of a pipeline compute the same prompts: only the first stage counts prompts
-    counts_prompts = is_first_rank and get_pp_group().is_first_rank
-    meter = Meter(vllm_config.instance_id, sparse_layers, counts_prompts, is_logged=is_first_rank)
+    should_count_prompts = is_first_rank and get_pp_group().is_first_rank
+    meter = Meter(
+        vllm_config.instance_id, sparse_layers, should_count_prompts, is_logged=is_first_rank
+    )
     # write zeros now, so that ``/metrics`` shows the counters before the first prompt
-    meter.write(meter.totals())
-    METERS[vllm_config.instance_id] = meter
+    meter.write_totals(meter.read_totals())
+    METER_BY_INSTANCE_ID[vllm_config.instance_id] = meter
     if is_first_rank and never_sparse_reason(config, vllm_config) is None:
         _log_layers(config, len(sparse_layers), dense_reasons)
 
 
-def why_dense(attention: Any) -> str | None:
+def find_dense_reason(attention_layer: Any) -> str | None:
     """Return the reason why vLLM's own attention computes a layer; None if the layer is sparse.
 
     Args:
-        attention: an attention layer of vLLM.
+        attention_layer: an attention layer of vLLM.
     """
-    if not hasattr(attention.impl, "cab_dense_reason"):
+    if not hasattr(attention_layer.impl, "cab_dense_reason"):
         return "another backend"
-    if attention.impl.cab_dense_reason is not None:
-        return attention.impl.cab_dense_reason
+    if attention_layer.impl.cab_dense_reason is not None:
+        return attention_layer.impl.cab_dense_reason
     # vLLM derives builders for layers with chunked attention, or with sinks before each request
     has_derived_builder = (
-        attention.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
+        attention_layer.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
     )
     return "batches that vLLM rewrites" if has_derived_builder else None
 
@@ -121,36 +125,36 @@ def iterate_attention_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any]
         (owner, layer). The owner is the module that contains the layer and its rotary embedding.
     """
     # vLLM before 0.30 stores the layers of models from transformers in a dict
-    for owner in model.modules():
-        for attention in owner.children():
-            if hasattr(attention, "impl") and hasattr(attention, "layer_name"):
-                yield owner, attention
-        attention_instances = getattr(owner, "attention_instances", None)
+    for owner_module in model.modules():
+        for attention_layer in owner_module.children():
+            if hasattr(attention_layer, "impl") and hasattr(attention_layer, "layer_name"):
+                yield owner_module, attention_layer
+        attention_instances = getattr(owner_module, "attention_instances", None)
         if isinstance(attention_instances, dict):
             modules_by_index = {
-                getattr(module, "layer_idx", None): module for module in owner.modules()
+                getattr(module, "layer_idx", None): module for module in owner_module.modules()
             }
-            for index, attention in attention_instances.items():
-                yield modules_by_index.get(index, owner), attention
+            for layer_index, attention_layer in attention_instances.items():
+                yield modules_by_index.get(layer_index, owner_module), attention_layer
 
 
-def slow_channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
+def find_slow_channels(owner_module: nn.Module, attention_layer: Any) -> tuple[int, ...]:
     """Return the half of a head's channels with the lowest rotary frequencies.
 
     Returns () for a layer without rotary embedding, for an embedding that rotates a part of the
     channels, and for an unknown convention.
 
     Args:
-        owner: the module that contains the attention layer and its rotary embedding.
-        attention: the attention layer of vLLM.
+        owner_module: the module that contains the attention layer and its rotary embedding.
+        attention_layer: the attention layer of vLLM.
     """
-    head_dim = attention.head_size
-    if type(owner).__module__.startswith("transformers"):
-        return slow_channels(owner, head_dim)
+    head_dim = attention_layer.head_size
+    if type(owner_module).__module__.startswith("transformers"):
+        return slow_channels(owner_module, head_dim)
     rotary_embedding = next(
-        (child for child in owner.children() if hasattr(child, "rotary_dim")), None
+        (child for child in owner_module.children() if hasattr(child, "rotary_dim")), None
     )
-    if rotary_embedding is None or not is_rotated(owner):
+    if rotary_embedding is None or not has_active_rotary_embedding(owner_module):
         return ()
     # proportional embeddings do not rotate some pairs of channels
     is_partially_rotated = rotary_embedding.rotary_dim != head_dim or getattr(
@@ -163,50 +167,61 @@ def slow_channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
     )
 
 
-def is_rotated(owner: nn.Module) -> bool:
+def has_active_rotary_embedding(owner_module: nn.Module) -> bool:
     """Return True if an attention module applies its rotary embedding."""
-    if any(getattr(owner, name, True) in (False, 0) for name in ROTARY_SWITCHES):
+    if any(
+        getattr(owner_module, attribute_name, True) in (False, 0)
+        for attribute_name in ROTARY_SWITCH_ATTRIBUTES
+    ):
         return False
-    for base_class in type(owner).__mro__:
-        attribute_names = ROTARY_CONDITIONS.get(base_class.__module__.rpartition(".")[2])
+    for base_class in type(owner_module).__mro__:
+        attribute_names = ROTARY_CONDITION_ATTRIBUTES.get(base_class.__module__.rpartition(".")[2])
         if attribute_names is not None:
-            return any(getattr(owner, name, None) for name in attribute_names)
-    config = getattr(owner, "config", None)
+            return any(
+                getattr(owner_module, attribute_name, None) for attribute_name in attribute_names
+            )
+    config = getattr(owner_module, "config", None)
     return getattr(config, "use_mem_rope", True) is not False
 
 
-def _require_anchors(config: CabConfig, sparse_layers: list[int | None]) -> None:
-    """Raise a ValueError if a layer in ``sparse_layers`` reuses the blocks of a dense anchor layer.
+def _require_sparse_anchors(config: CabConfig, sparse_layer_indices: list[int | None]) -> None:
+    """Raise a ValueError if a sparse layer reuses the blocks of a dense anchor layer.
 
     Args:
         config: the settings.
-        sparse_layers: indices of the sparse layers.
+        sparse_layer_indices: indices of the sparse layers.
     """
-    for index in sparse_layers:
-        anchor = find_anchor(config, index)
-        if anchor is not None and anchor not in sparse_layers:
+    for layer_index in sparse_layer_indices:
+        anchor = find_anchor(config, layer_index)
+        if anchor is not None and anchor not in sparse_layer_indices:
             raise ValueError(
                 f"CabConfig.anchors must be layers that vLLM attends sparsely, got {anchor}, which "
-                f"is dense and selects for layer {index}. Remove it, or add an anchor after it."
+                f"is dense and selects for layer {layer_index}. Remove it, or add an anchor after "
+                "it."
             )
 
 
-def _log_layers(config: CabConfig, num_sparse: int, dense_reasons: Counter[str]) -> None:
+def _log_layers(config: CabConfig, num_sparse_layers: int, dense_reasons: Counter[str]) -> None:
     """Log the number of sparse layers, the shortest sparse prompt, and why layers are dense.
 
     Args:
         config: the settings.
-        num_sparse: number of sparse layers.
+        num_sparse_layers: number of sparse layers.
         dense_reasons: number of dense layers by reason.
     """
-    reasons = "; ".join(f"{count} dense: {reason}" for reason, count in dense_reasons.items())
-    num_layers = num_sparse + dense_reasons.total()
-    if not num_sparse:
-        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", num_layers, reasons)
+    reasons_text = "; ".join(
+        f"{num_dense_layers} dense: {dense_reason}"
+        for dense_reason, num_dense_layers in dense_reasons.items()
+    )
+    num_layers = num_sparse_layers + dense_reasons.total()
+    if not num_sparse_layers:
+        logger.warning(
+            "cab_hf: no layer of %d is attended sparsely (%s).", num_layers, reasons_text
+        )
         return
-    detail_text = "; ".join(filter(None, [f"predictor {config.predictor}", reasons]))
-    min_prompt = f"{max(config.min_length, config.query_block):,}"
+    detail_text = "; ".join(filter(None, [f"predictor {config.predictor}", reasons_text]))
+    min_prompt_text = f"{max(config.min_length, config.query_block):,}"
     logger.info(
-        f"cab_hf: {num_sparse} of {num_layers} attention layers are sparse for prompts of "
-        f"{min_prompt} tokens or more ({detail_text})."
+        f"cab_hf: {num_sparse_layers} of {num_layers} attention layers are sparse for prompts of "
+        f"{min_prompt_text} tokens or more ({detail_text})."
     )

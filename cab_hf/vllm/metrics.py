@@ -29,7 +29,7 @@ from cab_hf.dispatch import attended_pairs
 logger = logging.getLogger("vllm.cab_hf")
 
 # key: name of a counter. Value: help text of the counter on ``/metrics``
-COUNTERS = {
+COUNTER_HELP_TEXTS = {
     "sparse_prompts": "Prompts whose last chunk was attended sparsely.",
     "attended_pairs": "(query, key) pairs that sparse layers attended, over heads and layers.",
     "possible_pairs": "(query, key) pairs that dense attention would have attended there.",
@@ -57,52 +57,56 @@ class Meter:
     """The counters of one engine in one worker process.
 
     Attributes:
-        layers: the sparse layers of this process. `cab_hf.dispatch.attended_pairs` contains the
-            number of (query, key) pairs of each layer.
-        counts_prompts: True if this process counts prompts; one rank of an engine does.
+        sparse_layers: the sparse layers of this process. `cab_hf.dispatch.attended_pairs` contains
+            the number of (query, key) pairs of each layer.
+        should_count_prompts: True if this process counts prompts; one rank of an engine does.
         is_logged: True if this process logs the density.
-        sparse_prompts: number of prompts whose last chunk was attended sparsely.
-        file: file with the totals. Prometheus reads the type of the metrics from the file name.
+        num_sparse_prompts: number of prompts whose last chunk was attended sparsely.
+        totals_file: file with the totals. Prometheus reads the type of the metrics from the file
+            name.
         logged_totals: totals at the time of the last log line.
-        dummy_pairs: (attended, possible) pairs of the dummy prompt with which vLLM measured memory.
-        thread: thread that publishes the totals; None before the first prompt.
+        dummy_pair_counts: (attended, possible) pairs of the dummy prompt with which vLLM measured
+            memory.
+        publishing_thread: thread that publishes the totals; None before the first prompt.
     """
 
     def __init__(
         self,
         instance_id: str,
         sparse_layers: list[nn.Module],
-        counts_prompts: bool,
+        should_count_prompts: bool,
         is_logged: bool,
     ) -> None:
-        self.layers = sparse_layers
-        self.counts_prompts = counts_prompts
+        self.sparse_layers = sparse_layers
+        self.should_count_prompts = should_count_prompts
         self.is_logged = is_logged
-        self.sparse_prompts = 0
-        self.file = metrics_folder(instance_id) / f"counter_cab-{os.getpid()}-{id(self)}.db"
-        self.logged_totals = dict.fromkeys(COUNTERS, 0)
-        self.dummy_pairs = 0, 0
-        self.thread: threading.Thread | None = None
+        self.num_sparse_prompts = 0
+        self.totals_file = metrics_folder(instance_id) / f"counter_cab-{os.getpid()}-{id(self)}.db"
+        self.logged_totals = dict.fromkeys(COUNTER_HELP_TEXTS, 0)
+        self.dummy_pair_counts = 0, 0
+        self.publishing_thread: threading.Thread | None = None
 
     def count_prompt(self) -> None:
         """Count a sparse prompt. The first call starts the thread that publishes the totals."""
-        if not self.layers:
+        if not self.sparse_layers:
             return
-        self.sparse_prompts += self.counts_prompts
-        if self.thread is None:
-            self.dummy_pairs = self._count_pairs()
-            self.thread = threading.Thread(target=self._publish_periodically, daemon=True)
-            self.thread.start()
-            atexit.register(self.publish)
+        self.num_sparse_prompts += self.should_count_prompts
+        if self.publishing_thread is None:
+            self.dummy_pair_counts = self._count_pairs()
+            self.publishing_thread = threading.Thread(
+                target=self._publish_periodically, daemon=True
+            )
+            self.publishing_thread.start()
+            atexit.register(self.publish_totals)
 
-    def totals(self) -> dict[str, int]:
-        """Return the values of all `COUNTERS` since the start of the engine."""
+    def read_totals(self) -> dict[str, int]:
+        """Return the values of all `COUNTER_HELP_TEXTS` since the start of the engine."""
         attended_pairs, possible_pairs = self._count_pairs()
-        dummy_attended, dummy_possible = self.dummy_pairs
+        dummy_attended_pairs, dummy_possible_pairs = self.dummy_pair_counts
         return {
-            "sparse_prompts": self.sparse_prompts,
-            "attended_pairs": attended_pairs - dummy_attended,
-            "possible_pairs": possible_pairs - dummy_possible,
+            "sparse_prompts": self.num_sparse_prompts,
+            "attended_pairs": attended_pairs - dummy_attended_pairs,
+            "possible_pairs": possible_pairs - dummy_possible_pairs,
         }
 
     def _count_pairs(self) -> tuple[int, int]:
@@ -110,21 +114,28 @@ class Meter:
 
         Reading the counters synchronises with the device.
         """
-        counters = [attended_pairs[layer] for layer in self.layers if layer in attended_pairs]
-        if any(counter.is_cuda for counter in counters):
+        pair_counters = [
+            attended_pairs[layer] for layer in self.sparse_layers if layer in attended_pairs
+        ]
+        if any(pair_counter.is_cuda for pair_counter in pair_counters):
             # kernels on another stream may still write the counters
             torch.cuda.synchronize()
-        pairs = [counter.tolist() for counter in counters]
-        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+        pair_counts = [pair_counter.tolist() for pair_counter in pair_counters]
+        return sum(counts_of_layer[0] for counts_of_layer in pair_counts), sum(
+            counts_of_layer[1] for counts_of_layer in pair_counts
+        )
 
-    def publish(self) -> None:
+    def publish_totals(self) -> None:
         """Write the totals, and log the prompts and pairs since the last log line."""
-        totals = self.totals()
+        totals = self.read_totals()
         if totals == self.logged_totals:
             return
-        new_counts = {name: total - self.logged_totals[name] for name, total in totals.items()}
+        new_counts = {
+            counter_name: total - self.logged_totals[counter_name]
+            for counter_name, total in totals.items()
+        }
         self.logged_totals = totals
-        self.write(totals)
+        self.write_totals(totals)
         if self.is_logged and new_counts["possible_pairs"] > 0:
             density = new_counts["attended_pairs"] / new_counts["possible_pairs"]
             logger.info(
@@ -133,28 +144,28 @@ class Meter:
                 "attended)."
             )
 
-    def write(self, totals: dict[str, int]) -> None:
+    def write_totals(self, totals: dict[str, int]) -> None:
         """Replace the file of this process by a file with ``totals``.
 
         The new file is written under another name and renamed, so that readers never read an
         incomplete file.
         """
-        self.file.parent.mkdir(mode=0o700, exist_ok=True)
-        draft_file = self.file.with_suffix(".tmp")
+        self.totals_file.parent.mkdir(mode=0o700, exist_ok=True)
+        draft_file = self.totals_file.with_suffix(".tmp")
         draft_file.unlink(missing_ok=True)
         metric_file = MmapedDict(str(draft_file))
-        for name, total in totals.items():
-            metric_name = COUNTER_PREFIX + name
-            key = mmap_key(
+        for counter_name, total in totals.items():
+            metric_name = COUNTER_PREFIX + counter_name
+            metric_key = mmap_key(
                 metric_name=metric_name,
                 name=f"{metric_name}_total",
                 labelnames=[],
                 labelvalues=[],
-                help_text=COUNTERS[name],
+                help_text=COUNTER_HELP_TEXTS[counter_name],
             )
-            metric_file.write_value(key, total, 0.0)
+            metric_file.write_value(metric_key, total, 0.0)
         metric_file.close()
-        draft_file.replace(self.file)
+        draft_file.replace(self.totals_file)
 
     def _publish_periodically(self) -> None:
         """Publish the totals at the interval of vLLM's own log lines, until the process ends."""
@@ -162,28 +173,32 @@ class Meter:
 
         stop_event = threading.Event()
         while not stop_event.wait(envs.VLLM_LOG_STATS_INTERVAL):
-            self.publish()
+            self.publish_totals()
 
 
 # meters of this worker process by the ``instance_id`` of their engine
-METERS: dict[str, Meter] = {}
+METER_BY_INSTANCE_ID: dict[str, Meter] = {}
 
 
 class TotalsCollector:
     """A ``prometheus_client`` collector with the counters of engines that this process started.
 
     Attributes:
-        instances: ``instance_id`` of the engines.
+        instance_ids: ``instance_id`` of the engines.
     """
 
     def __init__(self) -> None:
-        self.instances: set[str] = set()
+        self.instance_ids: set[str] = set()
 
     def collect(self) -> Iterator[Any]:
         """Yield each counter, summed over the files of all workers of the engines."""
-        folders = [metrics_folder(instance_id) for instance_id in self.instances]
-        files = [str(file) for folder in folders for file in folder.glob("counter_cab-*.db")]
-        yield from MultiProcessCollector.merge(files)
+        totals_folders = [metrics_folder(instance_id) for instance_id in self.instance_ids]
+        totals_files = [
+            str(totals_file)
+            for totals_folder in totals_folders
+            for totals_file in totals_folder.glob("counter_cab-*.db")
+        ]
+        yield from MultiProcessCollector.merge(totals_files)
 
     def describe(self) -> list[Any]:
         """Return an empty list of metrics.
@@ -208,10 +223,10 @@ def export_counters(vllm_config: Any) -> None:
     global _totals_collector
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         return
-    folder = metrics_folder(vllm_config.instance_id)
-    shutil.rmtree(folder, ignore_errors=True)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    totals_folder = metrics_folder(vllm_config.instance_id)
+    shutil.rmtree(totals_folder, ignore_errors=True)
+    atexit.register(shutil.rmtree, totals_folder, ignore_errors=True)
     if _totals_collector is None:
         _totals_collector = TotalsCollector()
         REGISTRY.register(_totals_collector)
-    _totals_collector.instances.add(vllm_config.instance_id)
+    _totals_collector.instance_ids.add(vllm_config.instance_id)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cab_hf.call.mask import MaskInfo
 from cab_hf.vllm.layers import register_layers
-from cab_hf.vllm.requests import is_dense, wrap_method
+from cab_hf.vllm.requests import is_dense_requested, wrap_method
 
 
 @dataclass
@@ -32,7 +32,7 @@ class RunnerBatch:
 
 RUNNER_BATCH = RunnerBatch()
 # ids of the running requests with the switch "dense"
-_dense_requests: set[str] = set()
+_dense_request_ids: set[str] = set()
 
 
 def install_hooks(vllm_config: Any) -> None:
@@ -69,16 +69,16 @@ def install_hooks(vllm_config: Any) -> None:
 
 
 def record_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
-    """Update ``_dense_requests``: add new requests with the switch "dense", remove finished ones.
+    """Add new requests with the switch "dense" to ``_dense_request_ids``, remove finished ones.
 
     Called before each step of the model runner.
     """
-    _dense_requests.difference_update(scheduler_output.finished_req_ids)
-    for request in scheduler_output.scheduled_new_reqs:
-        if is_dense(request.sampling_params):
-            _dense_requests.add(request.req_id)
+    _dense_request_ids.difference_update(scheduler_output.finished_req_ids)
+    for new_request in scheduler_output.scheduled_new_reqs:
+        if is_dense_requested(new_request.sampling_params):
+            _dense_request_ids.add(new_request.req_id)
         else:
-            _dense_requests.discard(request.req_id)
+            _dense_request_ids.discard(new_request.req_id)
 
 
 def begin_batch(request_ids: list[str], prompt_lengths: list[int]) -> None:
@@ -89,7 +89,7 @@ def begin_batch(request_ids: list[str], prompt_lengths: list[int]) -> None:
         prompt_lengths: tokens in the prompt of each request.
     """
     RUNNER_BATCH.prompt_lengths = [
-        0 if request_id in _dense_requests else length
-        for request_id, length in zip(request_ids, prompt_lengths, strict=True)
+        0 if request_id in _dense_request_ids else prompt_length
+        for request_id, prompt_length in zip(request_ids, prompt_lengths, strict=True)
     ]
     RUNNER_BATCH.mask_cache = {}

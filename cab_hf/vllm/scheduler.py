@@ -34,10 +34,10 @@ logger = init_logger("vllm.cab_hf")
 
 # function of (start, max_end) that returns the end (exclusive) of the chunk that vLLM would compute
 # from token ``start`` on, if the end must be at most ``max_end``
-EndOfChunk = Callable[[int, int], int]
+ChunkEndFunction = Callable[[int, int], int]
 
 
-def _drops_kv_loads() -> bool:
+def _vllm_drops_kv_loads() -> bool:
     """Return True if this version of vLLM starts no asynchronous load of KV while aligning chunks.
 
     A request that loads its KV cache has a chunk of zero tokens. vLLM before 0.23 treats zero
@@ -52,63 +52,64 @@ class BlockAlignedMixin:
     vLLM has no public hook for the length of a chunk. A step is one call of ``schedule``.
 
     Attributes:
-        cab: settings of the engine.
-        aligns_mamba: True if vLLM itself aligns chunks to the states of Mamba layers.
+        cab_settings: settings of the engine.
+        has_mamba_alignment: True if vLLM itself aligns chunks to the states of Mamba layers.
         scheduled_tokens: tokens that this step computes, by request id.
         shortened_tokens: tokens by which this step shortened a chunk, by request id.
-        allocating_ids: ids of requests for which this step asked for blocks of the KV cache.
-        dropped_ids: ids of requests whose shortened chunk the last step dropped before it asked for
-            blocks of the KV cache.
+        allocating_request_ids: ids of requests for which this step asked for blocks of the KV
+            cache.
+        dropped_request_ids: ids of requests whose shortened chunk the last step dropped before it
+            asked for blocks of the KV cache.
         waited_requests: requests that have already waited for a step in which they have more
             tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.cab = settings_of(self.vllm_config)
-        self.aligns_mamba = self.need_mamba_block_aligned_split
+        self.cab_settings = settings_of(self.vllm_config)
+        self.has_mamba_alignment = self.need_mamba_block_aligned_split
         self.need_mamba_block_aligned_split = (
-            self.aligns_mamba or self.connector is None or not _drops_kv_loads()
+            self.has_mamba_alignment or self.connector is None or not _vllm_drops_kv_loads()
         )
         self.scheduled_tokens: dict[str, int] = {}
         self.shortened_tokens: dict[str, int] = {}
-        self.allocating_ids: set[str] = set()
-        self.dropped_ids: set[str] = set()
+        self.allocating_request_ids: set[str] = set()
+        self.dropped_request_ids: set[str] = set()
         self.waited_requests: WeakSet[Any] = WeakSet()
         self._hook_cache_manager()
         max_prompt_tokens = self._token_limit(num_requests=1)
-        if max_prompt_tokens < self.cab.query_block:
+        if max_prompt_tokens < self.cab_settings.query_block:
             logger.warning(
                 "cab_hf: a step computes at most %d tokens of a prompt, fewer than query_block=%d, "
                 "so every query block is cut. Raise max_num_batched_tokens or "
                 "max_num_scheduled_tokens.",
                 max_prompt_tokens,
-                self.cab.query_block,
+                self.cab_settings.query_block,
             )
 
     def _hook_cache_manager(self) -> None:
         """Wrap two methods of the KV cache manager, to record the requests of every step."""
-        manager = self.kv_cache_manager
-        original_new_step_starts = manager.new_step_starts
-        original_allocate_slots = manager.allocate_slots
+        cache_manager = self.kv_cache_manager
+        original_new_step_starts = cache_manager.new_step_starts
+        original_allocate_slots = cache_manager.allocate_slots
 
         def new_step_starts() -> None:
-            self.dropped_ids = self.shortened_tokens.keys() - self.allocating_ids
-            self.allocating_ids.clear()
+            self.dropped_request_ids = self.shortened_tokens.keys() - self.allocating_request_ids
+            self.allocating_request_ids.clear()
             self.scheduled_tokens.clear()
             self.shortened_tokens.clear()
             original_new_step_starts()
 
         def allocate_slots(request: Any, num_new_tokens: int, **kwargs: Any) -> Any:
-            self.allocating_ids.add(request.request_id)
+            self.allocating_request_ids.add(request.request_id)
             allocated_blocks = original_allocate_slots(request, num_new_tokens, **kwargs)
             # None: the cache has too few free blocks
             if allocated_blocks is not None and num_new_tokens:
                 self.scheduled_tokens[request.request_id] = num_new_tokens
             return allocated_blocks
 
-        manager.new_step_starts = new_step_starts
-        manager.allocate_slots = allocate_slots
+        cache_manager.new_step_starts = new_step_starts
+        cache_manager.allocate_slots = allocate_slots
 
     def _preempt_request(self, request: Any, timestamp: float, **kwargs: Any) -> Any:
         """Preempt a request, and remove its tokens from ``scheduled_tokens``."""
@@ -124,19 +125,19 @@ class BlockAlignedMixin:
         if not super()._handle_blocked_waiting_request(request):
             return False
         start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - start, self._num_free_tokens())
+        max_tokens = min(request.num_tokens - start, self._num_free_tokens())
         vllm_end, aligned_end = self._chunk_ends(
-            request, start, num_tokens, self._vllm_end_function(request)
+            request, start, max_tokens, self._vllm_end_function(request)
         )
         return vllm_end == start or aligned_end > start
 
     def _mamba_block_aligned_split(
         self,
         request: Any,
-        tokens: int,
-        num_cached: int = 0,
-        num_loaded: int = 0,
-        num_uncached_prefix: int | None = None,
+        max_tokens: int,
+        num_cached_tokens: int = 0,
+        num_loaded_tokens: int = 0,
+        num_uncached_prefix_tokens: int | None = None,
     ) -> int:
         """Return the number of tokens of a request that this step computes.
 
@@ -145,18 +146,20 @@ class BlockAlignedMixin:
 
         Args:
             request: the request.
-            tokens: upper bound of the number of tokens.
-            num_cached: tokens of the request in the prefix cache of this engine.
-            num_loaded: tokens of the request that a KV connector loads.
-            num_uncached_prefix: tokens of a common prefix that is not cached yet; None in versions
-                of vLLM that do not pass this number.
+            max_tokens: upper bound of the number of tokens.
+            num_cached_tokens: tokens of the request in the prefix cache of this engine.
+            num_loaded_tokens: tokens of the request that a KV connector loads.
+            num_uncached_prefix_tokens: tokens of a common prefix that is not cached yet; None in
+                versions of vLLM that do not pass this number.
         """
-        start = request.num_computed_tokens + num_cached + num_loaded
+        start = request.num_computed_tokens + num_cached_tokens + num_loaded_tokens
         vllm_end, aligned_end = self._chunk_ends(
             request,
             start,
-            tokens,
-            self._vllm_end_function(request, num_cached, num_loaded, num_uncached_prefix),
+            max_tokens,
+            self._vllm_end_function(
+                request, num_cached_tokens, num_loaded_tokens, num_uncached_prefix_tokens
+            ),
         )
         if start < aligned_end < vllm_end:
             self.shortened_tokens[request.request_id] = vllm_end - aligned_end
@@ -165,27 +168,30 @@ class BlockAlignedMixin:
     def _vllm_end_function(
         self,
         request: Any,
-        num_cached: int = 0,
-        num_loaded: int = 0,
-        num_uncached_prefix: int | None = None,
-    ) -> EndOfChunk:
-        """Return the `EndOfChunk` of a request; arguments as in `_mamba_block_aligned_split`."""
+        num_cached_tokens: int = 0,
+        num_loaded_tokens: int = 0,
+        num_uncached_prefix_tokens: int | None = None,
+    ) -> ChunkEndFunction:
+        """Return the chunk end function of a request.
+
+        Arguments as in `_mamba_block_aligned_split`.
+        """
         original_split = super()._mamba_block_aligned_split
         optional_arguments = {}
-        if num_uncached_prefix is not None:
-            optional_arguments["num_uncached_common_prefix_tokens"] = num_uncached_prefix
+        if num_uncached_prefix_tokens is not None:
+            optional_arguments["num_uncached_common_prefix_tokens"] = num_uncached_prefix_tokens
 
         def find_vllm_end(start: int, max_end: int) -> int:
-            if not self.aligns_mamba:
+            if not self.has_mamba_alignment:
                 return max_end
             return start + original_split(
-                request, max_end - start, num_cached, num_loaded, **optional_arguments
+                request, max_end - start, num_cached_tokens, num_loaded_tokens, **optional_arguments
             )
 
         return find_vllm_end
 
     def _chunk_ends(
-        self, request: Any, start: int, num_tokens: int, find_vllm_end: EndOfChunk
+        self, request: Any, start: int, max_tokens: int, find_vllm_end: ChunkEndFunction
     ) -> tuple[int, int]:
         """Return the ends of the next chunk of a request under vLLM and under this scheduler.
 
@@ -195,24 +201,26 @@ class BlockAlignedMixin:
         Args:
             request: the request.
             start: first token of the chunk.
-            num_tokens: upper bound of the number of tokens.
+            max_tokens: upper bound of the number of tokens.
             find_vllm_end: function that returns the end that vLLM selects.
         """
-        end = find_vllm_end(start, start + num_tokens)
-        min_prompt = max(self.cab.min_length, self.cab.query_block)
-        is_sparse = request.num_prompt_tokens >= min_prompt
-        cuts_block = start < end < request.num_prompt_tokens and end % self.cab.query_block != 0
-        if not cuts_block or not is_sparse or request.request_id in self.dropped_ids:
+        end = find_vllm_end(start, start + max_tokens)
+        min_prompt_tokens = max(self.cab_settings.min_length, self.cab_settings.query_block)
+        is_sparse = request.num_prompt_tokens >= min_prompt_tokens
+        is_block_cut = (
+            start < end < request.num_prompt_tokens and end % self.cab_settings.query_block != 0
+        )
+        if not is_block_cut or not is_sparse or request.request_id in self.dropped_request_ids:
             return end, end
         block_border = self._last_block_border(request, start, end, find_vllm_end)
         if block_border is None:
             block_border = (
-                start if self._must_wait(request, start, num_tokens, find_vllm_end) else end
+                start if self._must_wait(request, start, max_tokens, find_vllm_end) else end
             )
         return end, block_border
 
     def _last_block_border(
-        self, request: Any, start: int, end: int, find_vllm_end: EndOfChunk
+        self, request: Any, start: int, end: int, find_vllm_end: ChunkEndFunction
     ) -> int | None:
         """Return the last border of a query block in (start, end] where vLLM can end a chunk.
 
@@ -220,7 +228,7 @@ class BlockAlignedMixin:
         at the ends that vLLM selects, so that another end would cache a wrong state for later
         prompts. Images whose tokens attend in both directions are not divided.
         """
-        query_block = self.cab.query_block
+        query_block = self.cab_settings.query_block
         while (block_border := end // query_block * query_block) > start:
             end = min(
                 find_vllm_end(start, block_border), self._end_before_image(request, block_border)
@@ -240,16 +248,16 @@ class BlockAlignedMixin:
         return end
 
     def _must_wait(
-        self, request: Any, start: int, num_tokens: int, find_vllm_end: EndOfChunk
+        self, request: Any, start: int, max_tokens: int, find_vllm_end: ChunkEndFunction
     ) -> bool:
-        """Return True if a request must wait, because ``num_tokens`` tokens reach no block border.
+        """Return True if a request must wait, because ``max_tokens`` tokens reach no block border.
 
         If the request waits for the first time, the method may also add the request to
         ``waited_requests``.
         """
         # do not postpone the request: a later step offers more tokens only if other requests use a
         # part of this step
-        if not self.scheduled_tokens or num_tokens < self._num_free_tokens():
+        if not self.scheduled_tokens or max_tokens < self._num_free_tokens():
             return False
         # a step for this request alone must reach a border, or the end of the prompt
         max_end = min(start + self._token_limit(num_requests=1), request.num_prompt_tokens)
@@ -261,11 +269,11 @@ class BlockAlignedMixin:
                 return False
         # without shortened chunks, vLLM would have had no tokens for this request
         num_shortened_tokens = sum(
-            num_removed
-            for request_id, num_removed in self.shortened_tokens.items()
+            num_removed_tokens
+            for request_id, num_removed_tokens in self.shortened_tokens.items()
             if request_id in self.scheduled_tokens
         )
-        if num_tokens > num_shortened_tokens:
+        if max_tokens > num_shortened_tokens:
             if request in self.waited_requests:
                 return False
             self.waited_requests.add(request)
