@@ -37,7 +37,7 @@ class ArchivedRun:
     name: str
     report: str
 
-    ADDED: ClassVar[Mapping[str, Any]] = {}
+    ADDED_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def read(cls, name: str, path: Path) -> ArchivedRun:
@@ -90,7 +90,7 @@ class ArchivedRun:
                 tables[heading.lstrip("# ")] = table
         return tables
 
-    def readings(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    def summary_sentences(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the sentences between the first table and the figure; ``rows`` is ignored."""
         return self._paragraphs[2 : self._figure_index]
 

@@ -84,7 +84,7 @@ class AttentionClock:
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self._dense: dict[tuple, tuple[str, float]] = {}
+        self._fastest_dense: dict[tuple, tuple[str, float]] = {}
 
     @torch.no_grad()
     def time(self, model: Any, tokens: Tokens, config: CabConfig | None) -> dict[str, Any]:
@@ -115,9 +115,11 @@ class AttentionClock:
         def time_layer(call: Call) -> None:
             if call.mask.window is not None:
                 return
-            totals["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
+            totals["dense_kernel"], dense_ms = self.find_fastest_dense(
+                call.q, call.k, call.v, call.scale
+            )
             batch, _, length, _ = call.q.shape
-            layer = call.context(
+            layer = call.make_layer_context(
                 KeyRanges.causal(batch, length, length, call.q.device), shared_state
             )
             sparse_functions = (
@@ -140,7 +142,9 @@ class AttentionClock:
             model(ids, use_cache=False, logits_to_keep=1)
         return totals
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[str, float]:
+    def find_fastest_dense(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[str, float]:
         """Return name and milliseconds of the fastest dense kernel.
 
         Kernels are timed once for each combination of shapes and dtype.
@@ -149,14 +153,14 @@ class AttentionClock:
             RuntimeError: no dense kernel runs.
         """
         shapes_and_dtype = (q.shape, k.shape, q.dtype)
-        if shapes_and_dtype not in self._dense:
-            measured = dense.measure_baselines(q, k, v, scale=scale, bench=self.bench)
-            if not measured["baselines"]:
-                raise RuntimeError(f"no dense kernel runs here: {measured['not_measured']}")
-            self._dense[shapes_and_dtype] = min(
-                measured["baselines"].items(), key=lambda item: item[1]
+        if shapes_and_dtype not in self._fastest_dense:
+            kernel_results = dense.measure_baselines(q, k, v, scale=scale, bench=self.bench)
+            if not kernel_results["baselines"]:
+                raise RuntimeError(f"no dense kernel runs here: {kernel_results['not_measured']}")
+            self._fastest_dense[shapes_and_dtype] = min(
+                kernel_results["baselines"].items(), key=lambda item: item[1]
             )
-        return self._dense[shapes_and_dtype]
+        return self._fastest_dense[shapes_and_dtype]
 
 
 def make_sparse_functions(
@@ -174,7 +178,7 @@ def make_sparse_functions(
     """
     q, k, v = call.q, call.k, call.v
     workload = Workload.of(q, k, v, (config.query_block, config.key_block))
-    chosen_route = route(call.mask, config, workload, sparse=True, layer=call.layer)
+    chosen_route = route(call.mask, config, workload, is_sparse=True, layer=call.layer)
     if chosen_route.method != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)

@@ -43,11 +43,11 @@ def draw_qkv(device: str, length: int, seed: int = 0) -> tuple[Tensor, Tensor, T
     Tokens attend mostly to tokens with the same subject, because the direction of the subject is
     added to the q and k of both.
     """
-    heads, kv_heads, dim, dtype = HEAD_SHAPES[device]
+    heads, kv_heads, head_dim, dtype = HEAD_SHAPES[device]
     generator = torch.Generator(device).manual_seed(seed)
     tensor_options = {"device": device, "generator": generator}
-    subjects = torch.randn(NUM_SUBJECTS, dim, **tensor_options)
-    subjects *= dim**0.5 / subjects.norm(dim=-1, keepdim=True)
+    subjects = torch.randn(NUM_SUBJECTS, head_dim, **tensor_options)
+    subjects *= head_dim**0.5 / subjects.norm(dim=-1, keepdim=True)
     run_subjects = torch.randint(
         NUM_SUBJECTS, (length // SUBJECT_RUN_TOKENS + 1,), **tensor_options
     )
@@ -55,23 +55,23 @@ def draw_qkv(device: str, length: int, seed: int = 0) -> tuple[Tensor, Tensor, T
         :, None
     ]
     q, k, v = (
-        torch.randn(1, length, x, dim, **tensor_options) for x in (heads, kv_heads, kv_heads)
+        torch.randn(1, length, x, head_dim, **tensor_options) for x in (heads, kv_heads, kv_heads)
     )
     return tuple(
         x.to(dtype).transpose(1, 2) for x in (q + token_directions, k + token_directions, v)
     )
 
 
-def time_calls(device: str, calls: list[Callable[[], object]], runs: int) -> list[float]:
+def time_calls(device: str, calls: list[Callable[[], object]], num_runs: int) -> list[float]:
     """Return the median seconds of each call over alternating runs, after one warm-up run.
 
     Args:
         device: "cuda" or "cpu".
         calls: the functions to time.
-        runs: timed runs of each function.
+        num_runs: timed runs of each function.
     """
     seconds_by_call: list[list[float]] = [[] for _ in calls]
-    for run in range(runs + 1):
+    for run in range(num_runs + 1):
         for call, call_seconds in zip(calls, seconds_by_call, strict=True):
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -84,14 +84,14 @@ def time_calls(device: str, calls: list[Callable[[], object]], runs: int) -> lis
     return [median(call_seconds) for call_seconds in seconds_by_call]
 
 
-def measure_speedup(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -> float:
+def measure_speedup(q: Tensor, k: Tensor, v: Tensor, q_length: int, num_runs: int) -> float:
     """Return the speed-up: the time of dense attention divided by the time of sparse attention.
 
     Args:
         q, k, v: tensors of one sequence, from `draw_qkv`.
         q_length: number of queries. The last q_length queries of q attend to all keys; the keys of
             earlier tokens count as cached.
-        runs: timed runs of each kind of attention.
+        num_runs: timed runs of each kind of attention.
     """
     config, kv_length = CabConfig(min_length=0), k.shape[2]
     q = q[:, :, kv_length - q_length :]
@@ -108,8 +108,8 @@ def measure_speedup(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -
                 scale=q.shape[-1] ** -0.5,
                 layer=layer,
                 config=config,
-                sparse=is_sparse,
-                work=workload,
+                is_sparse=is_sparse,
+                workload=workload,
                 mask=mask,
             )
             return dispatch(attention_call)
@@ -117,12 +117,14 @@ def measure_speedup(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -
         return attend
 
     sparse_seconds, dense_seconds = time_calls(
-        k.device.type, [make_call(True), make_call(False)], runs
+        k.device.type, [make_call(True), make_call(False)], num_runs
     )
     return dense_seconds / sparse_seconds
 
 
-def measure_break_even_points(device: str, lengths: tuple[int, ...], runs: int) -> list[list[int]]:
+def measure_break_even_points(
+    device: str, lengths: tuple[int, ...], num_runs: int
+) -> list[list[int]]:
     """Return [keys, smallest number of queries for which sparse attention pays] for each length.
 
     If sparse attention pays for no measured number of queries, the number of keys replaces the
@@ -131,14 +133,14 @@ def measure_break_even_points(device: str, lengths: tuple[int, ...], runs: int) 
     Args:
         device: "cuda" or "cpu".
         lengths: numbers of keys.
-        runs: timed runs of each kind of attention.
+        num_runs: timed runs of each kind of attention.
     """
     points = []
     for length in lengths:
         q, k, v = draw_qkv(device, length)
         min_queries = length
         for q_length in sorted((count for count in QUERY_COUNTS if count <= length), reverse=True):
-            speedup = measure_speedup(q, k, v, q_length, runs)
+            speedup = measure_speedup(q, k, v, q_length, num_runs)
             print(f"{q_length:>6} queries after {length - q_length:>7} keys: {speedup:.2f} x dense")
             if speedup < 1:
                 break

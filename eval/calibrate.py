@@ -20,11 +20,11 @@ from cab_hf.config import CabConfig
 from cab_hf.data.documents import Document, make_recall_document
 from cab_hf.data.needles import split_sentences
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import FIGURE, PROG, Row
+from cab_hf.eval.experiment import FIGURE_FILE, PROG, Row
 from cab_hf.eval.haystack import read_text
 from cab_hf.eval.methods import with_known_predictor
-from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
-from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.eval.on_model import OnModelSettings, convert_value_errors, require_positions
+from cab_hf.eval.report import group_rows, markdown_table
 from cab_hf.experiment.log import convert_write_errors
 from cab_hf.experiment.models import load_model, load_tokenizer
 from cab_hf.experiment.offline_models import built_in_text
@@ -37,11 +37,16 @@ from cab_hf.experiment.settings import (
     read_settings,
     require,
 )
-from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, calibrate
+from cab_hf.patches.calibration import (
+    DEFAULT_LENGTH_TOKENS,
+    DEFAULT_NUM_DOCUMENTS,
+    KEYS_PER_DOCUMENT,
+    calibrate,
+)
 from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
 
-BUILT_IN = "built-in"
+BUILT_IN_TEXT_NAME = "built-in"
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class Settings(OnModelSettings):
         (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True
     )
     texts: tuple[str, ...] = option(
-        (BUILT_IN,),
-        f"comma-separated UTF-8 files in which keys are hidden; {BUILT_IN}: Python's reference "
-        "pages",
+        (BUILT_IN_TEXT_NAME,),
+        "comma-separated UTF-8 files in which keys are hidden; "
+        f"{BUILT_IN_TEXT_NAME}: Python's reference pages",
         comma_separated(str),
     )
     target_densities: tuple[float, ...] | None = by_device(
@@ -68,17 +73,17 @@ class Settings(OnModelSettings):
         "number of layers that select blocks for all layers (a cascade); 0: every layer for itself",
         int,
     )
-    length: int | None = by_device(LENGTH, 2048, "tokens per document", parse_length)
-    documents: int | None = by_device(DOCUMENTS, 1, "number of documents", int)
+    length: int | None = by_device(DEFAULT_LENGTH_TOKENS, 2048, "tokens per document", parse_length)
+    documents: int | None = by_device(DEFAULT_NUM_DOCUMENTS, 1, "number of documents", int)
     out: str = option("calibration_results", "folder for the configs and the figure")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_setting = partial(require, self)
-        for text in self.texts:
-            is_file = text == BUILT_IN or Path(text).is_file()
-            require_setting("texts", is_file, f"UTF-8 files or {BUILT_IN}", text)
-        require_setting("texts", self.texts and self.text, f"UTF-8 files or {BUILT_IN}")
+        for text_name in self.texts:
+            is_readable = text_name == BUILT_IN_TEXT_NAME or Path(text_name).is_file()
+            require_setting("texts", is_readable, f"UTF-8 files or {BUILT_IN_TEXT_NAME}", text_name)
+        require_setting("texts", self.texts and self.text, f"UTF-8 files or {BUILT_IN_TEXT_NAME}")
         target_densities = self.target_densities
         require_setting(
             "target_densities",
@@ -98,7 +103,8 @@ class Settings(OnModelSettings):
             UsageError: a file is not UTF-8 text.
         """
         return "\n\n".join(
-            built_in_text() if text == BUILT_IN else read_text("texts", text) for text in self.texts
+            built_in_text() if text_name == BUILT_IN_TEXT_NAME else read_text("texts", text_name)
+            for text_name in self.texts
         )
 
     @cached_property
@@ -107,22 +113,22 @@ class Settings(OnModelSettings):
         return with_known_predictor(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command with the options ``words``; return the exit status."""
-    settings = read_settings(Settings, words, f"{PROG} calibrate", __doc__.partition("\n")[0])
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with the options ``arguments``; return the exit status."""
+    settings = read_settings(Settings, arguments, f"{PROG} calibrate", __doc__.partition("\n")[0])
     out = Path(settings.out)
     require_positions(settings, "length", settings.length)
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
-    with refusing("length"):
+    with convert_value_errors("length"):
         document = make_recall_document(
             tokenizer=tokenizer,
             sentences=split_sentences(settings.text),
             length=settings.length,
-            keys=KEYS,
+            num_keys=KEYS_PER_DOCUMENT,
             index=0,
             seed=settings.seed,
         )
-    with refusing("target_densities"):
+    with convert_value_errors("target_densities"):
         for target_density in settings.target_densities:
             require_reachable_target(settings.cab_config, target_density, settings.length)
     with convert_write_errors(out):
@@ -132,15 +138,18 @@ def main(words: Sequence[str]) -> int:
         density_by_target_and_layer = {
             (row["target"], float(row["layer"])): row["density"] for row in rows
         }
-        with convert_write_errors(out / FIGURE):
+        with convert_write_errors(out / FIGURE_FILE):
             charts.draw_heatmap(
-                out / FIGURE, {"density": density_by_target_and_layer}, "target density", "layer"
+                out / FIGURE_FILE,
+                {"density": density_by_target_and_layer},
+                "target density",
+                "layer",
             )
     finally:
         if not any(out.iterdir()):
             out.rmdir()
     summary_rows = []
-    for layer_rows in grouped(rows, ["target"]):
+    for layer_rows in group_rows(rows, ["target"]):
         densities = [row["density"] for row in layer_rows]
         summary = {
             "density": fmean(densities),
@@ -150,7 +159,7 @@ def main(words: Sequence[str]) -> int:
         summary_rows.append({**layer_rows[0], **summary})
     columns = ["target", "mass_threshold", "density", "least", "most", "config"]
     print(markdown_table(summary_rows, columns))
-    print(f"\nfigure: {out / FIGURE}")
+    print(f"\nfigure: {out / FIGURE_FILE}")
     return 0
 
 
@@ -175,7 +184,7 @@ def _calibrate_targets(
     tokens = torch.tensor([document.tokens], device=model.device)
     rows = []
     for target_density in settings.target_densities:
-        with refusing("model"):
+        with convert_value_errors("model"):
             config = calibrate(
                 model,
                 tokenizer,

@@ -10,18 +10,16 @@ from typing import Any
 from cab_hf.experiment.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
-MAX_GRID_COLUMNS = (
-    24  # largest total number of columns of the heat maps that are drawn side by side
-)
-MAX_ANNOTATED_COLUMNS = (
-    20  # cells of heat maps with more columns show a colour only, without a number
-)
+# largest total number of columns of the heat maps that are drawn side by side
+MAX_GRID_COLUMNS = 24
+# cells of heat maps with more columns show a colour only, without a number
+MAX_ANNOTATED_COLUMNS = 20
 
 
 def draw_line(
     axis: Any,
     rows: Sequence[Mapping[str, Any]],
-    value: Callable[[Mapping[str, Any]], float | None],
+    get_value: Callable[[Mapping[str, Any]], float | None],
     **style: Any,
 ) -> None:
     """Draw a line with one point per row, whose x is the field ``length`` of the row.
@@ -29,13 +27,16 @@ def draw_line(
     Args:
         axis: the axes.
         rows: rows with a ``length``.
-        value: function from a row to the y of its point; rows with None or 0 have no point.
+        get_value: function from a row to the y of its point; rows with None or 0 have no point.
         style: keyword arguments of matplotlib's `plot`.
     """
     # a logarithmic axis cannot show 0
-    drawn_rows = [row for row in rows if value(row)]
+    drawn_rows = [row for row in rows if get_value(row)]
     if drawn_rows:
-        lengths, values = [row["length"] for row in drawn_rows], [value(row) for row in drawn_rows]
+        lengths, values = (
+            [row["length"] for row in drawn_rows],
+            [get_value(row) for row in drawn_rows],
+        )
         axis.plot(lengths, values, **{"marker": "o", "markersize": 4, **style})
 
 
@@ -44,7 +45,7 @@ def format_token_axes(
     lengths: Sequence[int],
     title: str,
     label: str,
-    write: Callable[[float], str] = "{:g}".format,
+    format_value: Callable[[float], str] = "{:g}".format,
     log: bool = True,
     legend: bool = True,
 ) -> None:
@@ -55,7 +56,7 @@ def format_token_axes(
         lengths: the x of all points, from which the ticks are chosen.
         title: title of the axes.
         label: label of the vertical axis.
-        write: function that formats the tick labels of the vertical axis.
+        format_value: function that formats the tick labels of the vertical axis.
         log: True for a logarithmic vertical axis.
         legend: True for a legend of the labelled lines.
     """
@@ -76,7 +77,7 @@ def format_token_axes(
         axis.yaxis.set_minor_formatter(NullFormatter())
     else:
         axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     axis.grid(which="major", alpha=0.3)
     if legend and axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8, handlelength=3)
@@ -95,9 +96,9 @@ def choose_ticks(lengths: Iterable[float]) -> list[float]:
 
 def format_tokens(length: float) -> str:
     """Format a number of tokens as 512, 64k or 1M."""
-    for size, letter in ((2**20, "M"), (2**10, "k")):
-        if length >= size:
-            return f"{length / size:g}{letter}"
+    for unit_tokens, unit_letter in ((2**20, "M"), (2**10, "k")):
+        if length >= unit_tokens:
+            return f"{length / unit_tokens:g}{unit_letter}"
     return f"{length:g}"
 
 

@@ -37,8 +37,8 @@ from cab_hf.experiment.provenance import provenance
 from cab_hf.experiment.settings import UsageError, read_settings, to_command_line
 
 PROG = "python -m cab_hf.eval"
-SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
-REPORT, FIGURE = "report.md", "figure.png"
+SAMPLES_FILE, RESULTS_FILE, CSV_FILE = "samples.jsonl", "results.json", "results.csv"
+REPORT_FILE, FIGURE_FILE = "report.md", "figure.png"
 # fields that number repetitions; cases that differ only in these fields belong to one cell
 REPETITION_FIELDS = ("depth", "index")
 Row = Mapping[str, Any]
@@ -47,9 +47,9 @@ Row = Mapping[str, Any]
 class Experiment(ABC):
     """The base class of experiments.
 
-    A case is one measurement, identified by the values of the fields `CASE`. The sample of a case
-    is the logged record of the case and its result. Subclasses load models, and create objects that
-    time kernels, when `measure` first needs them, not in the constructor.
+    A case is one measurement, identified by the values of the fields `CASE_FIELDS`. The sample of a
+    case is the logged record of the case and its result. Subclasses load models, and create objects
+    that time kernels, when `measure` first needs them, not in the constructor.
 
     Attributes:
         name: the command that runs the experiment.
@@ -58,12 +58,12 @@ class Experiment(ABC):
         caption: caption of the figure.
         Settings: a dataclass of options (`cab_hf.experiment.settings`) with the results folder
             ``out``.
-        CASE: names of the fields that identify a case and its sample.
-        ADDED: field -> value, for fields that logs of earlier versions lack.
-        GROWS: names of the settings that determine the number of cases; a later run in the same
-            folder may change these settings.
-        FAILED: name of the field that contains the reason if a case failed; a later run measures
-            failed cases again. None: the experiment logs no failed cases.
+        CASE_FIELDS: names of the fields that identify a case and its sample.
+        ADDED_DEFAULTS: field -> value, for fields that logs of earlier versions lack.
+        EXTENSIBLE_SETTINGS: names of the settings that determine the number of cases; a later run
+            in the same folder may change these settings.
+        ERROR_FIELD: name of the field that contains the reason if a case failed; a later run
+            measures failed cases again. None: the experiment logs no failed cases.
     """
 
     name: ClassVar[str]
@@ -71,53 +71,58 @@ class Experiment(ABC):
     title: ClassVar[str]
     caption: ClassVar[str]
     Settings: ClassVar[type]
-    CASE: ClassVar[tuple[str, ...]]
-    ADDED: ClassVar[Mapping[str, Any]] = {}
-    GROWS: ClassVar[tuple[str, ...]] = ()
-    FAILED: ClassVar[str | None] = None
+    CASE_FIELDS: ClassVar[tuple[str, ...]]
+    ADDED_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    EXTENSIBLE_SETTINGS: ClassVar[tuple[str, ...]] = ()
+    ERROR_FIELD: ClassVar[str | None] = None
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded_settings(self) -> dict[str, Any]:
         """Return the settings as the results record them, without the folder ``out``."""
         return {name: value for name, value in asdict(self.settings).items() if name != "out"}
 
     def identity(self) -> dict[str, Any]:
-        """Return the header of the log: the experiment and all settings except `GROWS`.
+        """Return the header of the log: the experiment and the settings that a run cannot extend.
 
-        A run can continue a log only if their headers are equal.
+        `EXTENSIBLE_SETTINGS` are left out. A run continues a log only if their headers are equal.
         """
-        recorded_settings = self.recorded()
+        recorded_settings = self.recorded_settings()
         fixed_settings = {
-            name: recorded_settings[name] for name in recorded_settings if name not in self.GROWS
+            name: recorded_settings[name]
+            for name in recorded_settings
+            if name not in self.EXTENSIBLE_SETTINGS
         }
         return {"experiment": self.name, **fixed_settings}
 
-    def log(self, path: Path) -> Log:
+    def open_log(self, path: Path) -> Log:
         """Open the log of samples at ``path``."""
         return Log(
             path,
             self.identity(),
-            key=self.CASE,
-            added=self.ADDED,
-            failed=self.FAILED,
-            fields_of=self.fields_of,
+            key_fields=self.CASE_FIELDS,
+            added_defaults=self.ADDED_DEFAULTS,
+            error_field=self.ERROR_FIELD,
+            required_fields=self.required_fields,
         )
 
     @staticmethod
-    def measured(sample: Row) -> Sequence[str]:
-        """Return the fields of ``sample`` that `rows` or `cases` read, in addition to `CASE`."""
+    def measured_fields(sample: Row) -> Sequence[str]:
+        """Return the fields of ``sample`` that `rows` or `cases` read.
+
+        The fields of `CASE_FIELDS` are left out.
+        """
         return ()
 
     @classmethod
-    def fields_of(cls, sample: Row) -> Sequence[str]:
-        """Return the names of the fields that ``sample`` must have in addition to `CASE`.
+    def required_fields(cls, sample: Row) -> Sequence[str]:
+        """Return the names of the fields that ``sample`` must have in addition to `CASE_FIELDS`.
 
         The sample of a failed case needs no fields in addition.
         """
-        has_failed = cls.FAILED is not None and sample.get(cls.FAILED) is not None
-        return () if has_failed else cls.measured(sample)
+        has_failed = cls.ERROR_FIELD is not None and sample.get(cls.ERROR_FIELD) is not None
+        return () if has_failed else cls.measured_fields(sample)
 
     def provenance(self, started: str) -> dict[str, Any]:
         """Return the provenance of results: experiment, settings, device and versions.
@@ -126,25 +131,25 @@ class Experiment(ABC):
             started: time at which the run started.
         """
         device = getattr(self.settings, "device", "cpu")
-        return {"experiment": self.name, **provenance(self.recorded(), device, started)}
+        return {"experiment": self.name, **provenance(self.recorded_settings(), device, started)}
 
     @abstractmethod
     def cases(self, samples: Sequence[Row]) -> Iterable[dict[str, Any]]:
-        """Yield all cases in order, with the fields of `CASE` and fields that `measure` needs.
+        """Yield all cases in order, with `CASE_FIELDS` and the fields that `measure` needs.
 
         Args:
             samples: a list that the runner extends during the iteration. When a case is yielded,
                 the list contains the samples of all earlier cases.
         """
 
-    def check(self) -> None:  # noqa: B027  most experiments accept all settings
+    def check_settings(self) -> None:  # noqa: B027  most experiments accept all settings
         """Raise an error for settings that cannot be measured; `run` then writes no file.
 
         Raises:
             UsageError: the message contains the setting, its value and the accepted values.
         """
 
-    def expected(self) -> int | None:
+    def num_expected_cases(self) -> int | None:
         """Return the number of cases for the progress bar; None if the number is unknown."""
         return None
 
@@ -152,10 +157,10 @@ class Experiment(ABC):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Return the measured fields of one case."""
 
-    def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
+    def measure_sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Measure a case and return its sample: the fields of the case and the measured fields.
 
-        The sample has the field `FAILED` if a later run should measure the case again.
+        The sample has the field `ERROR_FIELD` if a later run should measure the case again.
         """
         return {**case, **self.measure(case)}
 
@@ -163,16 +168,16 @@ class Experiment(ABC):
         """Measure the cases that ``log`` lacks; return True if at least one case was missing."""
         num_logged = len(log.records)
         # smoothing=0 estimates the remaining time from all cases, because the times of cells differ
-        with tqdm(total=self.expected(), unit="case", smoothing=0) as progress_bar:
+        with tqdm(total=self.num_expected_cases(), unit="case", smoothing=0) as progress_bar:
             for case in self.cases(log.records):
                 if case in log:
                     # an earlier run measured the case
                     progress_bar.initial += 1
                 else:
                     progress_bar.set_description(
-                        ", ".join(f"{name} {case[name]}" for name in self.CASE)
+                        ", ".join(f"{name} {case[name]}" for name in self.CASE_FIELDS)
                     )
-                    log.append(self.sample(case))
+                    log.append(self.measure_sample(case))
                 progress_bar.update()
         return len(log.records) > num_logged
 
@@ -193,7 +198,7 @@ class Experiment(ABC):
 
     @staticmethod
     @abstractmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(rows: Sequence[Row]) -> list[str]:
         """Summarise the rows in one or two sentences."""
 
     @staticmethod
@@ -210,17 +215,19 @@ class Experiment(ABC):
     def commands(cls, settings: Row) -> list[str]:
         """Return the command lines that repeat a run with the recorded ``settings``."""
         arguments = f"{cls.name} {shlex.join(to_command_line(settings, cls.Settings))}".strip()
-        return [f"{program} {arguments}" for program in cls.programs(settings)]
+        return [
+            f"{command_prefix} {arguments}" for command_prefix in cls.command_prefixes(settings)
+        ]
 
     @staticmethod
-    def programs(settings: Row) -> list[str]:
+    def command_prefixes(settings: Row) -> list[str]:
         """Return the part of each command line before the name of the experiment."""
         return [PROG]
 
     @classmethod
-    def main(cls, words: Sequence[str]) -> int:
-        """Run the experiment with ``words``, its command-line options; return the exit status."""
-        run(cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)))
+    def main(cls, arguments: Sequence[str]) -> int:
+        """Run the experiment with command-line ``arguments``, and return the exit status."""
+        run(cls(read_settings(cls.Settings, arguments, f"{PROG} {cls.name}", cls.purpose)))
         return 0
 
 
@@ -234,9 +241,9 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     """
     out = Path(experiment.settings.out)
     _refuse_files_of_other_runs(out)
-    experiment.check()
+    experiment.check_settings()
     experiment_class = type(experiment)
-    with experiment.log(out / SAMPLES) as log:
+    with experiment.open_log(out / SAMPLES_FILE) as log:
         earlier_provenance = read_provenance(out)
         has_new_samples = experiment.measure_missing(log)
         failures = log.failures
@@ -250,7 +257,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
             experiment, earlier_provenance, log.started, has_new_samples
         )
         rows = _write_files(
-            kind=experiment_class,
+            experiment_class=experiment_class,
             out=out,
             samples=log.records,
             failures=failures,
@@ -263,13 +270,15 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
         )
     print(
         "\n"
-        + "\n\n".join([*summary(experiment_class, rows), *provenance_record.get("repeated", ())])
+        + "\n\n".join(
+            [*make_summary(experiment_class, rows), *provenance_record.get("repeated", ())]
+        )
     )
-    print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
+    print(f"\nfigure: {out / FIGURE_FILE}\nreport: {out / REPORT_FILE}")
     return rows
 
 
-def named(name: str) -> type[Experiment]:
+def import_experiment(name: str) -> type[Experiment]:
     """Import and return the experiment of the command ``name``, such as ``speed ttft``.
 
     Raises:
@@ -294,7 +303,11 @@ def find_experiment_class(record: Row, folder: Path) -> type[Experiment] | Archi
         folder: folder of the results.
     """
     name = record["experiment"]
-    return ArchivedRun.read(name, folder / REPORT) if name in REMOVED_COMMANDS else named(name)
+    return (
+        ArchivedRun.read(name, folder / REPORT_FILE)
+        if name in REMOVED_COMMANDS
+        else import_experiment(name)
+    )
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
@@ -302,22 +315,22 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     folder = Path(folder)
     provenance_record = read_provenance(folder)
     if provenance_record is None:
-        raise LogError(f"{folder} has no {RESULTS}. Let its run finish.")
-    experiment_class = named(provenance_record["experiment"])
+        raise LogError(f"{folder} has no {RESULTS_FILE}. Let its run finish.")
+    experiment_class = import_experiment(provenance_record["experiment"])
     _, records = read_log(
-        folder / SAMPLES,
-        key=experiment_class.CASE,
-        added=experiment_class.ADDED,
-        failed=experiment_class.FAILED,
-        fields_of=experiment_class.fields_of,
+        folder / SAMPLES_FILE,
+        key_fields=experiment_class.CASE_FIELDS,
+        added_defaults=experiment_class.ADDED_DEFAULTS,
+        error_field=experiment_class.ERROR_FIELD,
+        required_fields=experiment_class.required_fields,
     )
     failures = [
         record
         for record in records
-        if experiment_class.FAILED and record.get(experiment_class.FAILED)
+        if experiment_class.ERROR_FIELD and record.get(experiment_class.ERROR_FIELD)
     ]
     return _write_files(
-        kind=experiment_class,
+        experiment_class=experiment_class,
         out=folder,
         # `read_log` returns failures last
         samples=records[: len(records) - len(failures)],
@@ -332,7 +345,7 @@ def read_provenance(folder: Path) -> Row | None:
     Raises:
         LogError: the results file has no provenance.
     """
-    path = folder / RESULTS
+    path = folder / RESULTS_FILE
     if not file_exists(path):
         return None
     try:
@@ -351,52 +364,65 @@ def _refuse_files_of_other_runs(out: Path) -> None:
 
     Result files without samples do not come from a run in this folder, and must not be overwritten.
     """
-    for name in () if file_exists(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
+    for name in (
+        ()
+        if file_exists(out / SAMPLES_FILE)
+        else (RESULTS_FILE, CSV_FILE, REPORT_FILE, FIGURE_FILE)
+    ):
         if (out / name).exists():
             raise LogError(
                 f"out must be a new folder or the folder of a run, got {out}, which contains "
-                f"{name} and no {SAMPLES}. Remove it or give another --out."
+                f"{name} and no {SAMPLES_FILE}. Remove it or give another --out."
             )
 
 
-def _join_reasons(kind: type[Experiment], failures: Sequence[Row]) -> str:
+def _join_reasons(experiment_class: type[Experiment], failures: Sequence[Row]) -> str:
     """Return the distinct reasons of failed cases, separated by semicolons."""
-    return "; ".join(dict.fromkeys(str(sample[kind.FAILED]) for sample in failures))
+    return "; ".join(
+        dict.fromkeys(str(sample[experiment_class.ERROR_FIELD]) for sample in failures)
+    )
 
 
 def _merge_provenance(
-    experiment: Experiment, earlier: Row | None, started: str, is_new: bool
+    experiment: Experiment, earlier_provenance: Row | None, started: str, has_new_samples: bool
 ) -> Row:
     """Return the provenance of the last run that added samples.
 
-    Its settings in `GROWS` are merged with those of earlier runs: the union of lists, and the
-    largest number.
+    Its settings in `EXTENSIBLE_SETTINGS` are merged with those of earlier runs: the union of lists,
+    and the largest number.
 
     Args:
         experiment: the experiment of this run.
-        earlier: the provenance that earlier runs wrote; None without earlier runs.
+        earlier_provenance: the provenance that earlier runs wrote; None without earlier runs.
         started: time at which this run started.
-        is_new: True if this run added samples.
+        has_new_samples: True if this run added samples.
     """
-    # turn tuples into lists, so that the settings are comparable with those in ``earlier``
+    # turn tuples into lists, so that the settings are comparable with those of earlier runs
     record = json.loads(json.dumps(experiment.provenance(started)))
-    if earlier is None:
+    if earlier_provenance is None:
         return record
     if repetition_notes := dict.fromkeys(
-        [*earlier.get("repeated", ()), *record.get("repeated", ())]
+        [*earlier_provenance.get("repeated", ()), *record.get("repeated", ())]
     ):
         record["repeated"] = list(repetition_notes)
-    for name in experiment.GROWS:
-        old_value, new_value = earlier["settings"].get(name), record["settings"].get(name)
+    for name in experiment.EXTENSIBLE_SETTINGS:
+        old_value, new_value = (
+            earlier_provenance["settings"].get(name),
+            record["settings"].get(name),
+        )
         if isinstance(old_value, list):
             record["settings"][name] = list(dict.fromkeys([*old_value, *new_value]))
         elif isinstance(old_value, int):
             record["settings"][name] = max(old_value, new_value)
-    return record if is_new or record["settings"] != earlier["settings"] else earlier
+    return (
+        record
+        if has_new_samples or record["settings"] != earlier_provenance["settings"]
+        else earlier_provenance
+    )
 
 
 def _write_files(
-    kind: type[Experiment],
+    experiment_class: type[Experiment],
     out: Path,
     samples: Sequence[Row],
     failures: Sequence[Row],
@@ -408,29 +434,29 @@ def _write_files(
     reasons.
     """
     record = {name: value for name, value in provenance_record.items() if name != "failed"}
-    names = [name for name in kind.CASE if name not in REPETITION_FIELDS]
-    if cells := report.grouped(failures, names):
+    names = [name for name in experiment_class.CASE_FIELDS if name not in REPETITION_FIELDS]
+    if cells := report.group_rows(failures, names):
         record["failed"] = [
             {
                 **{name: cell[0][name] for name in names},
                 "cases": len(cell),
-                "why": _join_reasons(kind, cell),
+                "why": _join_reasons(experiment_class, cell),
             }
             for cell in cells
         ]
-    rows = _compute_rows(kind, samples, record["settings"], out / SAMPLES)
+    rows = _compute_rows(experiment_class, samples, record["settings"], out / SAMPLES_FILE)
     # turn tuples into lists, so that report and figure see the rows as results.json contains them
-    rows = json.loads(to_json(rows, out / RESULTS))
+    rows = json.loads(to_json(rows, out / RESULTS_FILE))
     with convert_write_errors(out):
         report.write_results(out, rows, record)
-        write_atomically(out / CSV, report.as_csv(rows))
-        kind.draw(out / FIGURE, rows)
-        write_atomically(out / REPORT, render_report(kind, rows, record))
+        write_atomically(out / CSV_FILE, report.as_csv(rows))
+        experiment_class.draw(out / FIGURE_FILE, rows)
+        write_atomically(out / REPORT_FILE, render_report(experiment_class, rows, record))
     return rows
 
 
 def _compute_rows(
-    kind: type[Experiment], samples: Sequence[Row], settings: Row, path: Path
+    experiment_class: type[Experiment], samples: Sequence[Row], settings: Row, path: Path
 ) -> list[Row]:
     """Return the rows of an experiment.
 
@@ -438,7 +464,7 @@ def _compute_rows(
         LogError: a sample in the log ``path`` lacks a field that the rows need.
     """
     try:
-        return kind.rows(samples, settings)
+        return experiment_class.rows(samples, settings)
     except KeyError as error:
         (name,) = error.args
         if all(name in sample for sample in samples):
@@ -448,29 +474,37 @@ def _compute_rows(
         ) from error
 
 
-def summary(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row]) -> list[str]:
+def make_summary(
+    experiment_class: type[Experiment] | ArchivedRun, rows: Sequence[Row]
+) -> list[str]:
     """Return the first table and, if there are any, the sentences about the rows as a paragraph."""
-    paragraphs = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
+    paragraphs = [
+        next(iter(experiment_class.tables(rows).values())),
+        " ".join(experiment_class.summary_sentences(rows)),
+    ]
     return list(filter(None, paragraphs))
 
 
 def render_report(
-    kind: type[Experiment] | ArchivedRun, rows: Sequence[Row], provenance: Row
+    experiment_class: type[Experiment] | ArchivedRun, rows: Sequence[Row], provenance: Row
 ) -> str:
     """Return the content of ``report.md`` for rows and provenance of ``results.json``."""
-    if isinstance(kind, ArchivedRun):
-        return kind.report
-    other_tables = [*list(kind.tables(rows).items())[1:], *make_failed_table(provenance).items()]
+    if isinstance(experiment_class, ArchivedRun):
+        return experiment_class.report
+    other_tables = [
+        *list(experiment_class.tables(rows).items())[1:],
+        *make_failed_table(provenance).items(),
+    ]
     paragraphs = [
-        f"# {kind.title}",
-        *summary(kind, rows),
+        f"# {experiment_class.title}",
+        *make_summary(experiment_class, rows),
         *provenance.get("repeated", ()),
-        f"![{kind.caption}]({FIGURE})",
+        f"![{experiment_class.caption}]({FIGURE_FILE})",
         *(f"## {heading}\n\n{table}" for heading, table in other_tables),
-        kind.notes(provenance["settings"]),
-        *configs(provenance["settings"]),
+        experiment_class.notes(provenance["settings"]),
+        *describe_configs(provenance["settings"]),
         f"{describe_run(provenance)}:",
-        command(kind, provenance["settings"]),
+        format_command(experiment_class, provenance["settings"]),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
@@ -501,7 +535,7 @@ def describe_run(provenance: Row) -> str:
     )
 
 
-def configs(settings: Row) -> list[str]:
+def describe_configs(settings: Row) -> list[str]:
     """Return one sentence per config of a run.
 
     A sentence lists the fields that differ from the default, or all fields of a config that
@@ -513,7 +547,7 @@ def configs(settings: Row) -> list[str]:
         if config and has_current_fields(config):
             changed_fields = json.dumps(find_changed_fields(config))
             default_name = f"the default of cab_hf {__version__}"
-            if is_earlier(config):
+            if is_from_earlier_version(config):
                 default_name = "the earlier default (8 typical queries on every key)"
             sentences.append(
                 f"Config of {name}: `{changed_fields}`, other fields as in {default_name}"
@@ -526,13 +560,13 @@ def configs(settings: Row) -> list[str]:
 def has_current_fields(config: Row) -> bool:
     """Return True if `CabConfig` has all fields of a recorded config.
 
-    A field may have its current name, or its name in the version `is_earlier`.
+    A field may have its current name, or its name in the version `is_from_earlier_version`.
     """
     accepted_names = {field.name for field in fields(CabConfig)} | get_default_fields(config).keys()
     return drop_unset_share(config).keys() <= accepted_names
 
 
-def is_earlier(config: Row) -> bool:
+def is_from_earlier_version(config: Row) -> bool:
     """Return True for a recorded config of versions that scored typical queries on every key."""
     return OLD_OUTLIER_FIELD in config
 
@@ -540,7 +574,7 @@ def is_earlier(config: Row) -> bool:
 def get_default_fields(config: Row) -> dict[str, Any]:
     """Return the fields of the default config of the version that recorded ``config``."""
     default = CabConfig().to_dict()
-    if not is_earlier(config):
+    if not is_from_earlier_version(config):
         return default
     later_fields = {"outlier_queries", "typical_key_stride"}
     return {
@@ -559,8 +593,8 @@ def find_changed_fields(config: Row) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 
-def command(kind: type[Experiment] | ArchivedRun, settings: Row) -> str:
+def format_command(experiment_class: type[Experiment] | ArchivedRun, settings: Row) -> str:
     """Return a Markdown code block of the commands that repeat a run with ``settings``."""
-    if isinstance(kind, ArchivedRun):
-        return kind.command
-    return "\n".join(["```", *kind.commands(settings), "```"])
+    if isinstance(experiment_class, ArchivedRun):
+        return experiment_class.command
+    return "\n".join(["```", *experiment_class.commands(settings), "```"])

@@ -17,17 +17,18 @@ from typing import Any
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.report import column, markdown_table
+from cab_hf.eval.report import make_cell_formatter, markdown_table
 
 # tokens of a test sequence, and tokens of its padding
-TOKENS, PADDING = 150, 43
+NUM_TOKENS, NUM_PADDING_TOKENS = 150, 43
 # tokens of each document packed into one sequence; one token tests the shortest document
-DOCUMENTS = (70, 1, 79)
-TEXT, PACKED = "one text", "packed"
+DOCUMENT_LENGTHS = (70, 1, 79)
+ONE_TEXT_INPUT, PACKED_INPUT = "one text", "packed"
 # a config that keeps all blocks; blocks are small, so that a short sequence has many blocks
 FULL_CONFIG = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 # Largest accepted differences. ``difference`` is the absolute difference of logits in one process.
-# The others are relative to the largest value, for a training step over ranks.
+# The others compare a training step on several ranks with one process. Each is divided by the
+# largest value of the compared tensor.
 DIFFERENCE_LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
 # The error of a gradient is divided by the gradient's largest value, or by this fraction of the
 # largest value of all gradients if the fraction is larger.
@@ -39,10 +40,10 @@ FOLDER_VARIABLE = "MODEL_SWEEP"
 # `apply_cab`. ``windowed`` also adds sliding windows, and ``dynamic`` adds dynamic RoPE. Types that
 # have these by default, or do not support them, lack the variant.
 VARIANTS = ("by_name", "applied", "plain", "windowed", "dynamic")
-EXACT, REFUSED, REFUSED_IN_PART = "exact", "refused", "refused in part"
+EXACT, REFUSED, PARTLY_REFUSED = "exact", "refused", "refused in part"
 NOT_REACHED, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
 # all verdicts, the worst first
-VERDICTS = (WRONG, FAILS, NOT_REACHED, REFUSED_IN_PART, REFUSED, EXACT, NOT_BUILT)
+VERDICTS = (WRONG, FAILS, NOT_REACHED, PARTLY_REFUSED, REFUSED, EXACT, NOT_BUILT)
 # field of a row -> (heading of its column, and the field or function that returns the cell)
 DETAIL_COLUMNS = {
     "model_type": ("type", "model_type"),
@@ -50,9 +51,9 @@ DETAIL_COLUMNS = {
     "applied": ("apply_cab", "applied"),
     **{name: (name, name) for name in ("plain", "windowed", "dynamic", "dtype", "layers")},
     "sparse": ("sparse", "sparse"),
-    "difference": ("largest difference", column("{:.0e}".format, "difference")),
+    "difference": ("largest difference", make_cell_formatter("{:.0e}".format, "difference")),
     **{
-        name: (f"{name} difference", column("{:.0e}".format, name))
+        name: (f"{name} difference", make_cell_formatter("{:.0e}".format, name))
         for name in ("loss", "logits", "gradients")
     },
     "reads_padding": ("not compared", lambda row: ", ".join(row["reads_padding"]) or None),
@@ -89,8 +90,8 @@ class Families(Experiment):
     title = "Model types that attend as they should"
     caption = "number of model types by verdict"
     Settings = Settings
-    CASE = ("model_type",)
-    GROWS = ("types", "timeout", "memory")
+    CASE_FIELDS = ("model_type",)
+    EXTENSIBLE_SETTINGS = ("types", "timeout", "memory")
 
     @classmethod
     def commands(cls, settings: Mapping[str, Any]) -> list[str]:
@@ -108,16 +109,18 @@ class Families(Experiment):
         """Return a table of the number of types per verdict, and tables of types by verdict."""
         overview_rows = []
         for verdict in VERDICTS:
-            types = [row["model_type"] for row in rows if row["verdict"] == verdict]
-            if types:
-                names = ", ".join(types)
-                overview_rows.append({"verdict": verdict, "types": len(types), "which": names})
+            model_types = [row["model_type"] for row in rows if row["verdict"] == verdict]
+            if model_types:
+                names = ", ".join(model_types)
+                overview_rows.append(
+                    {"verdict": verdict, "types": len(model_types), "which": names}
+                )
         tables = {"Types": markdown_table(overview_rows, ["verdict", "types", "which"])}
         fields = {name for row in rows for name in row}
-        details = dict(DETAIL_COLUMNS[name] for name in DETAIL_COLUMNS if name in fields)
+        detail_columns = dict(DETAIL_COLUMNS[name] for name in DETAIL_COLUMNS if name in fields)
         for heading, verdicts, columns in (
-            ("Not as they should", (WRONG, FAILS, NOT_REACHED, REFUSED_IN_PART), details),
-            ("Exact", (EXACT,), details),
+            ("Not as they should", (WRONG, FAILS, NOT_REACHED, PARTLY_REFUSED), detail_columns),
+            ("Exact", (EXACT,), detail_columns),
             ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
             ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
         ):
@@ -127,14 +130,15 @@ class Families(Experiment):
         return tables
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        num_types = Counter(row["verdict"] for row in rows)
-        num_built = len(rows) - num_types[NOT_BUILT]
-        num_wrong = num_built - num_types[EXACT] - num_types[REFUSED]
+    def summary_sentences(rows: Sequence[Row]) -> list[str]:
+        type_counts = Counter(row["verdict"] for row in rows)
+        num_built = len(rows) - type_counts[NOT_BUILT]
+        num_wrong = num_built - type_counts[EXACT] - type_counts[REFUSED]
         return [
-            f"Of {len(rows)} types {num_built} could be built: {num_types[EXACT]} attend exactly, "
-            f"{num_types[REFUSED]} raise an error that gives the reason, {num_wrong or 'none'} do "
-            "anything else."
+            f"Of {len(rows)} types {num_built} could be built: "
+            f"{type_counts[EXACT]} attend exactly, "
+            f"{type_counts[REFUSED]} raise an error that gives the reason, "
+            f"{num_wrong or 'none'} do anything else."
         ]
 
     @staticmethod
@@ -145,10 +149,10 @@ class Families(Experiment):
         )
         if ranks == 1:
             method_description = (
-                f"is called with {TOKENS} tokens in float32, plain, with {PADDING} tokens of "
-                "padding left and right, and packed as documents of "
-                f"{', '.join(map(str, DOCUMENTS))} tokens by position_ids: alone, with a mask of "
-                "ones and with a cache. Its logits are compared with those of its own "
+                f"is called with {NUM_TOKENS} tokens in float32, plain, with "
+                f"{NUM_PADDING_TOKENS} tokens of padding left and right, and packed as documents "
+                f"of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens by position_ids: alone, with a "
+                "mask of ones and with a cache. Its logits are compared with those of its own "
                 f"implementation, whose masks separate the documents, at {block_settings}: "
                 "loaded with "
                 '`attn_implementation="cab"`, under `apply_cab`, and *windowed*: with sliding '
@@ -161,14 +165,14 @@ class Families(Experiment):
             )
         else:
             method_description = (
-                f"takes a training step of two rows of {TOKENS} tokens on {ranks} ranks (gloo), "
-                f"under `apply_cab` at {block_settings}, inside `cab_hf.context_parallel`, in "
-                "float64, or "
-                f"in float32 if its own code needs that. *{TEXT}*: one document, compared with "
-                f"the attention of the type in one process. *{PACKED}*: documents of "
-                f"{', '.join(map(str, DOCUMENTS))} tokens, compared with cab in one process. "
-                "Routers add their loss if a type has one. The cross-entropy of the logits "
-                "replaces a loss that takes other labels. *windowed*: with sliding windows; "
+                f"takes a training step of two rows of {NUM_TOKENS} tokens on {ranks} ranks "
+                f"(gloo), under `apply_cab` at {block_settings}, inside `cab_hf.context_parallel`, "
+                "in float64, or in float32 if its own code needs that. "
+                f"*{ONE_TEXT_INPUT}*: one document, compared with the attention of the type in one "
+                f"process. *{PACKED_INPUT}*: documents of "
+                f"{', '.join(map(str, DOCUMENT_LENGTHS))} tokens, compared with cab in one "
+                "process. Routers add their loss if a type has one. The cross-entropy of the "
+                "logits replaces a loss that takes other labels. *windowed*: with sliding windows; "
                 "*dynamic*: with rotary frequencies that depend on the longest position; both "
                 f"for a type that supports them and has none by default. *{EXACT}*: loss, logits "
                 "and the summed gradients of all parameters differ by at most "
@@ -180,7 +184,7 @@ class Families(Experiment):
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
             f"and {method_description} *{NOT_REACHED}*: the numbers agree, but no layer attends "
             "through cab. "
-            f"*{REFUSED_IN_PART}*: some inputs or builds raise an error that gives the reason. "
+            f"*{PARTLY_REFUSED}*: some inputs or builds raise an error that gives the reason. "
             f"*{FAILS}*: "
             "any other error."
         )
@@ -188,10 +192,10 @@ class Families(Experiment):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Draw the number of types per verdict as bars."""
-        num_types = Counter(row["verdict"] for row in rows)
-        verdicts = [verdict for verdict in reversed(VERDICTS) if num_types[verdict]]
+        type_counts = Counter(row["verdict"] for row in rows)
+        verdicts = [verdict for verdict in reversed(VERDICTS) if type_counts[verdict]]
         with charts.figure(path, 1, 1, figsize=(6, 0.6 + 0.4 * len(verdicts))) as axes:
-            bars = axes[0, 0].barh(verdicts, [num_types[verdict] for verdict in verdicts])
+            bars = axes[0, 0].barh(verdicts, [type_counts[verdict] for verdict in verdicts])
             axes[0, 0].bar_label(bars, padding=2)
             axes[0, 0].margins(x=0.1)
             axes[0, 0].set_xlabel("model types")
@@ -211,12 +215,12 @@ def make_row(sample: Row) -> dict[str, Any]:
     if "not_built" in sample:
         return {**row, "verdict": NOT_BUILT, "said": sample["not_built"]}
     fields = {name: sample[name] for name in ("dtype", "reads_padding") if name in sample}
-    outcomes, layer_counts_by_field = {}, {"layers": [0], "sparse": []}
+    outcomes_by_variant, layer_counts_by_field = {}, {"layers": [0], "sparse": []}
     for name in (name for name in VARIANTS if name in sample):
         variant = sample[name]
         # samples of one process count the layers of all inputs together, samples of ranks per input
         outcome_by_input = variant.get("inputs", variant)
-        outcomes[name] = [
+        outcomes_by_variant[name] = [
             {"layers": variant.get("layers"), **outcome}
             for input_name, outcome in outcome_by_input.items()
             if input_name not in fields.get("reads_padding", ())
@@ -225,12 +229,12 @@ def make_row(sample: Row) -> dict[str, Any]:
             counted_outcomes = (variant, *outcome_by_input.values())
             layer_counts += [outcome[field] for outcome in counted_outcomes if field in outcome]
     all_outcomes = [
-        outcome for variant_outcomes in outcomes.values() for outcome in variant_outcomes
+        outcome for variant_outcomes in outcomes_by_variant.values() for outcome in variant_outcomes
     ]
     reasons = (outcome.get("refused") or outcome.get("failed") for outcome in all_outcomes)
     verdicts = {
         name: combine_verdicts(list(map(judge_outcome, variant_outcomes)))
-        for name, variant_outcomes in outcomes.items()
+        for name, variant_outcomes in outcomes_by_variant.items()
     }
     is_one_process = "reads_padding" in sample
     limited_fields = [
@@ -269,9 +273,9 @@ def judge_outcome(outcome: Row) -> str:
 def combine_verdicts(verdicts: Sequence[str]) -> str:
     """Return the verdict on several outcomes.
 
-    The verdict is `REFUSED_IN_PART` if some outcomes are `EXACT` and all others `REFUSED`, or else
+    The verdict is `PARTLY_REFUSED` if some outcomes are `EXACT` and all others `REFUSED`, or else
     the first in the order of `VERDICTS`.
     """
     return (
-        REFUSED_IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)
+        PARTLY_REFUSED if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)
     )

@@ -34,53 +34,53 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_report import (
     CELL_FIELDS,
     get_attention_ms,
-    get_cell,
+    get_cell_key,
     select_density_samples,
 )
 from cab_hf.eval.fidelity_settings import (
     DENSITY,
+    MATCH_TOLERANCE,
     TIME,
-    TOLERANCE,
     Settings,
     drop_folder,
     find_method_class,
 )
 from cab_hf.eval.haystack import Haystack, parse_depths, read_sentences
-from cab_hf.eval.long_run import MATCH, LongRun
+from cab_hf.eval.long_run import MATCH_BUDGET, LongRun
 from cab_hf.eval.methods import CACHES, Cab, Dense, Method, logged_config
-from cab_hf.eval.on_model import average_sparse_density, refusing
+from cab_hf.eval.on_model import average_sparse_density, convert_value_errors
 from cab_hf.eval.probes import (
+    ASKED_KEY_PROBES,
     CONTINUATION,
-    CONTINUED_SHARE,
+    CONTINUATION_DIVISOR,
     DECODE,
     DECODE_ASKED,
-    DECODES,
+    DECODE_PROBES,
     GREEDY,
     MAX_BATCH_TOKENS,
-    NAMED_KEYS,
-    NOISE,
-    NUM_CONTINUED,
+    MAX_CONTINUATION_TOKENS,
+    NOISE_TEXT_NAME,
+    NUM_KEYS_BY_PROBE,
+    NUM_TURNS,
     PASSKEY_PROBES,
-    PERPLEXITIES,
     PERPLEXITY,
+    PERPLEXITY_PROBES,
     PROBES,
     QUESTION_FIRST,
     RECALL_BORDER,
-    RECALLS,
-    TURN_COUNT,
+    RECALL_PROBES,
     TURNS,
-    WITH_KEYS_ASKED,
     find_border,
     get_question,
 )
 from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
-    TeacherForced,
-    answered,
+    Reading,
+    append_key,
     compare_log_probs,
     compare_turns,
+    compute_nll,
     generate_greedily,
-    nll,
     predict_after_prompt,
     predict_log_probs,
     predict_turns,
@@ -92,11 +92,8 @@ from cab_hf.experiment.provenance import file_identity
 # fields that a sample has in addition to its case
 READ_FIELDS = ("tokens", "density", "sparse_density", "seconds")  # all probes except `TIME`
 LIKELIHOOD_FIELDS = ("nll", "count")  # perplexities
-DIVERGENCE_FIELDS = (
-    "kl",
-    "agree",
-    *LIKELIHOOD_FIELDS,
-)  # comparisons with the distributions of dense attention
+# comparisons with the distributions of dense attention
+DIVERGENCE_FIELDS = ("kl", "agree", *LIKELIHOOD_FIELDS)
 TIMED_FIELDS = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")  # `TIME`
 # probe -> function that computes predictions, and function that compares them with dense attention
 FUNCTIONS_BY_PROBE = {
@@ -113,7 +110,7 @@ def list_measured_fields(sample: Row) -> list[str]:
     fields = ["fitted", *READ_FIELDS]
     if probe in (*FUNCTIONS_BY_PROBE, DECODE):
         fields += DIVERGENCE_FIELDS
-    elif probe in PERPLEXITIES:
+    elif probe in PERPLEXITY_PROBES:
         fields += LIKELIHOOD_FIELDS
     elif probe == GREEDY:
         fields.append("written")
@@ -121,16 +118,19 @@ def list_measured_fields(sample: Row) -> list[str]:
         fields.append("right")
     if probe == TURNS:
         fields.append("turns")
-    return fields + ["step_tokens"] * (probe in DECODES)
+    return fields + ["step_tokens"] * (probe in DECODE_PROBES)
 
 
 def find_turn_ends(length: int) -> tuple[Span, ...]:
-    """Return the range of the predicted tokens at the end of each of `TURN_COUNT` equal turns.
+    """Return the range of the predicted tokens at the end of each of `NUM_TURNS` equal turns.
 
-    A range has `NUM_CONTINUED` tokens, but at most 1 / `CONTINUED_SHARE` of the tokens of a turn.
+    A range has `MAX_CONTINUATION_TOKENS` tokens, but at most 1 / `CONTINUATION_DIVISOR` of the
+    tokens of a turn.
     """
-    turn_borders = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
-    num_predicted = max(1, min(NUM_CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
+    turn_borders = [length * turn // NUM_TURNS for turn in range(NUM_TURNS + 1)]
+    num_predicted = max(
+        1, min(MAX_CONTINUATION_TOKENS, length // NUM_TURNS // CONTINUATION_DIVISOR)
+    )
     return tuple((end - num_predicted, end) for end in turn_borders[1:])
 
 
@@ -151,18 +151,18 @@ class Fidelity(LongRun):
     title = "Fidelity to dense attention"
     caption = "quality by attention time, or by density if no time was measured"
     Settings = Settings
-    CELL, FITTED = CELL_FIELDS, "fitted"
-    CASE = (*CELL, "probe", "depth", "index")
+    CELL_FIELDS, BUDGET_FIELD = CELL_FIELDS, "fitted"
+    CASE_FIELDS = (*CELL_FIELDS, "probe", "depth", "index")
     # A later run may spell ``cab`` and ``variant`` differently: the configs that follow from them
     # are recorded as cab_configs, which must stay the same.
-    GROWS = (
+    EXTENSIBLE_SETTINGS = (
         *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
     )
-    measured = staticmethod(list_measured_fields)
+    measured_fields = staticmethod(list_measured_fields)
     rows = staticmethod(fidelity_report.make_rows)
     tables = staticmethod(fidelity_report.make_tables)
-    readings = staticmethod(fidelity_report.make_sentences)
+    summary_sentences = staticmethod(fidelity_report.make_sentences)
     draw = staticmethod(fidelity_figure.draw_figure)
 
     def __init__(self, settings: Settings) -> None:
@@ -171,66 +171,66 @@ class Fidelity(LongRun):
         num_sequences += len(PROBES) * settings.documents + settings.continuations
         num_sequences += len(TASKS) * settings.task_samples
         # caches that all methods share
-        self.haystack = cache(self._haystack)
-        self.reading = lru_cache(num_sequences)(self._reading)
-        self.dense = lru_cache(3 * settings.documents)(self._dense)
-        self.tokens_kept = cache(self._tokens_kept)
+        self.haystack = cache(self._make_haystack)
+        self.reading = lru_cache(num_sequences)(self._make_reading)
+        self.dense = lru_cache(3 * settings.documents)(self._compute_dense_predictions)
+        self.count_kept_tokens = cache(self._count_kept_tokens)
         # Consecutive cases are decoded as one batch. This cache contains the results of the latest
         # batch, for the remaining cases of the batch.
-        self.decoded = lru_cache(1)(self._decoded)
+        self.decode_batch = lru_cache(1)(self._decode_batch)
         # cell -> the method fitted to a time; fitted once, because times vary
-        self.timed: dict[tuple, Method] = {}
+        self.method_by_timed_cell: dict[tuple, Method] = {}
 
-    def check(self) -> None:
-        super().check()
+    def check_settings(self) -> None:
+        super().check_settings()
         settings = self.settings
         probes = settings.probes
-        for text, length in product(settings.files, settings.lengths):
+        for text, length in product(settings.file_by_text, settings.lengths):
             for probe in filter(PASSKEY_PROBES.__contains__, probes):
                 self.haystack(text, probe).check_length(length)
-            asked_probes = WITH_KEYS_ASKED if settings.asked else ()
-            for probe in filter((*RECALLS, *asked_probes).__contains__, probes):
+            asked_probes = ASKED_KEY_PROBES if settings.asked else ()
+            for probe in filter((*RECALL_PROBES, *asked_probes).__contains__, probes):
                 self.reading(text=text, length=length, probe=probe, depth=None, index=0)
         # build all samples of the tasks, because some samples may not fit into the shortest length
         for probe, index in product(probes, range(settings.task_samples)):
             if probe in TASKS:
                 self.reading(
-                    text=next(iter(settings.files)),
+                    text=next(iter(settings.file_by_text)),
                     length=min(settings.lengths),
                     probe=probe,
                     depth=None,
                     index=index,
                 )
 
-    def recorded(self) -> dict[str, Any]:
-        settings, recorded_settings = self.settings, super().recorded()
+    def recorded_settings(self) -> dict[str, Any]:
+        settings, recorded_settings = self.settings, super().recorded_settings()
         recorded_settings["variant"] = list(map(drop_folder, settings.variant))
         if settings.equal == DENSITY:
             # results of earlier versions have no setting ``equal``, and always matched densities
             del recorded_settings["equal"]
-        files = settings.files.values()
+        file_by_text = settings.file_by_text.values()
         recorded_settings["texts"] = [
-            NOISE if file is None else file_identity(file) for file in files
+            NOISE_TEXT_NAME if file is None else file_identity(file) for file in file_by_text
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
         return {**recorded_settings, "cab_configs": configs}
 
-    def running(self) -> dict[str, Sequence[str]]:
-        files = filter(None, self.settings.files.values())
-        return {Path(file).name: read_sentences("texts", file) for file in files}
+    def sentences_by_file(self) -> dict[str, Sequence[str]]:
+        file_by_text = filter(None, self.settings.file_by_text.values())
+        return {Path(file).name: read_sentences("texts", file) for file in file_by_text}
 
-    def _haystack(self, text: str, probe: str) -> Haystack:
+    def _make_haystack(self, text: str, probe: str) -> Haystack:
         """Return the `Haystack` that builds the prompts of a probe from a text."""
-        file = self.settings.files[text]
+        file = self.settings.file_by_text[text]
         return Haystack(
             tokenizer=self.tokenizer,
-            filler=NOISE if file is None else "text",
-            keys=NAMED_KEYS.get(probe, 1),
+            filler=NOISE_TEXT_NAME if file is None else "text",
+            num_keys=NUM_KEYS_BY_PROBE.get(probe, 1),
             file=file,
             question_first=probe == QUESTION_FIRST,
         )
 
-    def _reading(
+    def _make_reading(
         self,
         text: str,
         length: int,
@@ -238,7 +238,7 @@ class Fidelity(LongRun):
         depth: float | None,
         index: int,
         hide_needle: bool = False,
-    ) -> TeacherForced:
+    ) -> Reading:
         """Return the tokens that a case reads, and the ranges of tokens to predict.
 
         Args:
@@ -253,14 +253,14 @@ class Fidelity(LongRun):
         settings = self.settings
         haystack = self.haystack(text, probe)
         if probe in PASSKEY_PROBES:
-            prompt = haystack.prompt(
+            prompt = haystack.make_prompt(
                 length=length,
                 depth=depth,
                 index=index,
                 seed=settings.seed,
                 hide_needle=hide_needle,
             )
-            return answered(self.tokenizer, prompt)
+            return append_key(self.tokenizer, prompt)
         arguments = {
             "tokenizer": self.tokenizer,
             "sentences": haystack.sentences,
@@ -269,52 +269,54 @@ class Fidelity(LongRun):
             "seed": settings.seed,
         }
         num_predicted = {
-            CONTINUATION: NUM_CONTINUED,
+            CONTINUATION: MAX_CONTINUATION_TOKENS,
             DECODE: settings.decoded,
             GREEDY: settings.written,
         }
-        if probe in (TURNS, *num_predicted, *PERPLEXITIES):
+        if probe in (TURNS, *num_predicted, *PERPLEXITY_PROBES):
             tokens = make_plain_document(**arguments)
             if probe == TURNS:
-                return TeacherForced(tokens, find_turn_ends(length))
+                return Reading(tokens, find_turn_ends(length))
             if probe in num_predicted:
                 prompt_length = length - max(
-                    1, min(num_predicted[probe], length // CONTINUED_SHARE)
+                    1, min(num_predicted[probe], length // CONTINUATION_DIVISOR)
                 )
-                return TeacherForced(tokens, ((prompt_length, length),), prompt_length)
+                return Reading(tokens, ((prompt_length, length),), prompt_length)
             if probe == PERPLEXITY:
-                return TeacherForced(tokens, ((length // 2, length),))
+                return Reading(tokens, ((length // 2, length),))
             border = settings.border
             starts = range(-(-length // 2 // border) * border, length, border)
-            return TeacherForced(tokens, tuple((start, start + 1) for start in starts))
-        with refusing("lengths"):
-            return self._question_reading(probe, arguments)
+            return Reading(tokens, tuple((start, start + 1) for start in starts))
+        with convert_value_errors("lengths"):
+            return self._make_question_reading(probe, arguments)
 
-    def _question_reading(self, probe: str, arguments: Mapping[str, Any]) -> TeacherForced:
+    def _make_question_reading(self, probe: str, arguments: Mapping[str, Any]) -> Reading:
         """Return tokens and answers of an example of a task, or of a document with keys.
 
         Args:
-            probe: a task, a probe of `WITH_KEYS_ASKED` or a probe of `RECALLS`.
+            probe: a task, a probe of `ASKED_KEY_PROBES` or a probe of `RECALL_PROBES`.
             arguments: the arguments that all builders of documents have: tokenizer, sentences,
                 length, index and seed.
         """
         settings = self.settings
         if probe in TASKS:
             example = TASKS[probe].make(**arguments)
-            return TeacherForced(example.tokens, example.answers, example.prompt)
-        if probe in WITH_KEYS_ASKED:
-            document, prompt_length = make_asked_document(**arguments, keys=settings.asked)
-            return TeacherForced(document.tokens, document.answers, prompt_length)
+            return Reading(example.tokens, example.answers, example.prompt)
+        if probe in ASKED_KEY_PROBES:
+            document, prompt_length = make_asked_document(**arguments, num_keys=settings.asked)
+            return Reading(document.tokens, document.answers, prompt_length)
         border = settings.border if probe == RECALL_BORDER else 1
-        document = make_recall_document(**arguments, keys=settings.keys, border=border)
-        return TeacherForced(document.tokens, document.answers)
+        document = make_recall_document(
+            **arguments, num_keys=settings.keys, answer_alignment=border
+        )
+        return Reading(document.tokens, document.answers)
 
-    def typical(self, text_key: tuple[str, int]) -> Tokens:
+    def fitting_tokens(self, text_key: tuple[str, int]) -> Tokens:
         text, length = text_key
         reading = self.reading(text=text, length=length, probe=PERPLEXITY, depth=None, index=0)
         return reading.tokens
 
-    def questions(self, method: str) -> list[dict[str, Any]]:
+    def list_questions(self, method: str) -> list[dict[str, Any]]:
         """Return probe, depth and index of all cases of a method on one text and length."""
         settings = self.settings
         depths = parse_depths(str(settings.depths))
@@ -333,82 +335,90 @@ class Fidelity(LongRun):
         # The control without a needle answers only prompts: documents have no needle to leave out.
         hides_needle = find_method_class(method).hides_needle
         # a method with dense prefill differs from dense only in its decode steps
-        has_dense_prefill = find_method_class(method).dense_prefill
-        supported_probes = DECODES if has_dense_prefill else PROBES
+        has_dense_prefill = find_method_class(method).has_dense_prefill
+        supported_probes = DECODE_PROBES if has_dense_prefill else PROBES
         if not settings.asked:
-            supported_probes = [probe for probe in supported_probes if probe not in WITH_KEYS_ASKED]
-        questions = [
+            supported_probes = [
+                probe for probe in supported_probes if probe not in ASKED_KEY_PROBES
+            ]
+        list_questions = [
             {"probe": probe, **sample}
             for probe in settings.probes
             if probe in supported_probes and (probe in PASSKEY_PROBES or not hides_needle)
             for sample in samples_by_probe.get(probe, document_samples)
         ]
         if self.clock is not None and not hides_needle and not has_dense_prefill:
-            questions.append({"probe": TIME, "depth": None, "index": 0})
-        return questions
+            list_questions.append({"probe": TIME, "depth": None, "index": 0})
+        return list_questions
 
-    def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+    def question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         *fields, index = get_question(case)
-        batch_size = count_texts_per_batch(case["length"]) if case["probe"] in DECODES else 1
+        batch_size = count_texts_per_batch(case["length"]) if case["probe"] in DECODE_PROBES else 1
         return *fields, index // batch_size
 
-    def planned(self) -> Iterator[dict[str, Any]]:
+    def planned_cases(self) -> Iterator[dict[str, Any]]:
         """Yield the cases of all methods for one question before the cases of the next question.
 
         A run that is stopped has therefore asked all methods the same questions. The predictions of
-        dense attention are computed once per question. Cases with the budget `MATCH` come last,
-        because the budget follows from all samples of the method of ``--match``.
+        dense attention are computed once per question. Cases with the budget `MATCH_BUDGET` come
+        last, because the budget follows from all samples of the method of ``--match``.
         """
         settings = self.settings
-        matched_methods = [name for name in settings.compared if find_method_class(name).matched]
+        matched_methods = [
+            name for name in settings.compared_methods if find_method_class(name).is_budget_matched
+        ]
         methods_with_budgets = [
-            (name, None) for name in settings.compared if name not in matched_methods
+            (name, None) for name in settings.compared_methods if name not in matched_methods
         ]
         methods_with_budgets += [
             (name, budget) for budget, name in product(settings.budgets, matched_methods)
         ]
-        for text, length in product(settings.files, settings.lengths):
+        for text, length in product(settings.file_by_text, settings.lengths):
             cases_by_question: dict[tuple, list[dict[str, Any]]] = {}
             for method, budget in methods_with_budgets:
                 cell = {"method": method, "text": text, "length": length, "budget": budget}
-                for question in self.questions(method):
+                for question in self.list_questions(method):
                     case = {**cell, **question}
-                    cases_by_question.setdefault(self.question(case), []).append(case)
-            yield from sorted(chain.from_iterable(cases_by_question.values()), key=self.waits)
+                    cases_by_question.setdefault(self.question_key(case), []).append(case)
+            yield from sorted(
+                chain.from_iterable(cases_by_question.values()), key=self.needs_other_samples
+            )
 
-    def alone(self, case: Mapping[str, Any]) -> bool:
-        # A cell (`get_cell`) consists of all cases with equal method, text, length and budget. A
-        # method is fitted to a time once per cell, because times vary. One process must therefore
+    def must_run_alone(self, case: Mapping[str, Any]) -> bool:
+        # A cell (`get_cell_key`) consists of all cases with equal method, text, length and budget.
+        # A method is fitted to a time once per cell, because times vary. One process must therefore
         # measure all cases of the cell.
-        return case["probe"] == TIME or self.by_time(case)
+        return case["probe"] == TIME or self.is_matched_by_time(case)
 
-    def waits(self, case: Mapping[str, Any]) -> bool:
-        return case["budget"] == MATCH
+    def needs_other_samples(self, case: Mapping[str, Any]) -> bool:
+        return case["budget"] == MATCH_BUDGET
 
-    def by_time(self, case: Mapping[str, Any]) -> bool:
+    def is_matched_by_time(self, case: Mapping[str, Any]) -> bool:
         """Return True if the budget of the case is the attention time of the ``--match`` method."""
-        return self.settings.equal == TIME and self.waits(case)
+        return self.settings.equal == TIME and self.needs_other_samples(case)
 
-    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
+    def find_budget(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
         """Return the budget of a case.
 
         The budget is a density in layers that are not dense, or the milliseconds of attention if
-        `by_time` is True. Returns None for methods without a budget, or while samples of the method
-        of ``--match`` are missing.
+        `is_matched_by_time` is True. Returns None for methods without a budget, or while samples of
+        the method of ``--match`` are missing.
 
         An earlier run may have logged the config with which a method has the attention time of the
         ``--match`` method. If ``samples`` contain such a config for the cell of the case
-        (`get_cell`), the call also adds the method with this config to `timed`.
+        (`get_cell_key`), the call also adds the method with this config to `method_by_timed_cell`.
         """
         for sample in samples:
-            if get_cell(sample) == get_cell(case) and "fitted_config" in sample:
+            if get_cell_key(sample) == get_cell_key(case) and "fitted_config" in sample:
                 config = logged_config(sample["fitted_config"])
-                self.timed[get_cell(case)] = find_method_class(case["method"])(config)
-        if not self.waits(case):
+                self.method_by_timed_cell[get_cell_key(case)] = find_method_class(case["method"])(
+                    config
+                )
+        if not self.needs_other_samples(case):
             return case["budget"]
         matched_cell = (self.settings.match, case["text"], case["length"], None)
-        matched_samples = [sample for sample in samples if get_cell(sample) == matched_cell]
-        if self.by_time(case):
+        matched_samples = [sample for sample in samples if get_cell_key(sample) == matched_cell]
+        if self.is_matched_by_time(case):
             return next((get_attention_ms(s) for s in matched_samples if s["probe"] == TIME), None)
         return average_sparse_density(select_density_samples(matched_samples))
 
@@ -422,55 +432,57 @@ class Fidelity(LongRun):
             bench = Bench(device)
         return None if bench is None else AttentionClock(bench)
 
-    def _tokens_kept(self, length: int, budget: str | float) -> int:
+    def _count_kept_tokens(self, length: int, budget: str | float) -> int:
         """Return the number of cached tokens that a method with ``budget`` keeps.
 
-        With the budget `MATCH`, a decode step over these tokens reads as many bytes of the cache as
-        a decode step with the config of the ``--match`` method.
+        With the budget `MATCH_BUDGET`, a decode step over these tokens reads as many bytes of the
+        cache as a decode step with the config of the ``--match`` method.
         """
-        if budget != MATCH:
+        if budget != MATCH_BUDGET:
             return max(2, round(budget * length))
         matched_method = Cab(self.settings.configs[self.settings.match])
-        return round(matched_method.step_tokens(self.model, length))
+        return round(matched_method.count_step_tokens(self.model, length))
 
-    def method(self, case: Mapping[str, Any]) -> Method:
+    def make_method(self, case: Mapping[str, Any]) -> Method:
         """Return the method of a case with parameters that realise the budget of the case.
 
         Baselines use the block sizes and the engine in the config of the ``--match`` method.
         """
         settings, method_name = self.settings, case["method"]
         text_key = (case["text"], case["length"])
-        if method_name in CACHES and case["probe"] in DECODES:
-            return CACHES[method_name](self.tokens_kept(case["length"], case["budget"]))
-        if get_cell(case) in self.timed:
-            return self.timed[get_cell(case)]
+        if method_name in CACHES and case["probe"] in DECODE_PROBES:
+            return CACHES[method_name](self.count_kept_tokens(case["length"], case["budget"]))
+        if get_cell_key(case) in self.method_by_timed_cell:
+            return self.method_by_timed_cell[get_cell_key(case)]
         config = settings.configs.get(method_name, settings.configs[settings.match])
-        if not self.by_time(case):
-            return self.fit(find_method_class(method_name), config, case, text_key)
-        clock, model, tokens = self.clock, self.model, self.typical(text_key)
+        if not self.is_matched_by_time(case):
+            return self.fit_method(find_method_class(method_name), config, case, text_key)
+        clock, model, tokens = self.clock, self.model, self.fitting_tokens(text_key)
 
         def measure_ms(config: CabConfig) -> float:
             return get_attention_ms(clock.time(model, tokens, config))
 
-        method = self.fit(find_method_class(method_name), config, case, text_key, took=measure_ms)
-        self.timed[get_cell(case)] = method
+        method = self.fit_method(
+            find_method_class(method_name), config, case, text_key, measure_time_ms=measure_ms
+        )
+        self.method_by_timed_cell[get_cell_key(case)] = method
         return method
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores of the predictions, or the attention time of the cell."""
-        if case["probe"] in DECODES:
+        if case["probe"] in DECODE_PROBES:
             row_in_batch = case["index"] % count_texts_per_batch(case["length"])
             first_case = {**case, "index": case["index"] - row_in_batch}
-            return self.decoded(tuple(first_case.items()))[row_in_batch]
-        was_fitted = get_cell(case) in self.timed
-        method = self.method(case)
-        is_timed = get_cell(case) in self.timed
+            return self.decode_batch(tuple(first_case.items()))[row_in_batch]
+        was_fitted = get_cell_key(case) in self.method_by_timed_cell
+        method = self.make_method(case)
+        is_timed = get_cell_key(case) in self.method_by_timed_cell
         fit_fields = (
             {"fitted_config": method.config.to_dict()} if is_timed and not was_fitted else {}
         )
         if case["probe"] == TIME:
-            tokens = self.typical((case["text"], case["length"]))
-            with refusing("model"):
+            tokens = self.fitting_tokens((case["text"], case["length"]))
+            with convert_value_errors("model"):
                 result = self.clock.time(self.model, tokens, getattr(method, "config", None))
             if is_timed:
                 result["match_ms"] = case["fitted"]
@@ -481,11 +493,13 @@ class Fidelity(LongRun):
             tokens = reading.tokens
             # compute the dense predictions before the method is active
             if case["probe"] in FUNCTIONS_BY_PROBE:
-                self.dense_of(case)
-            result = self.measure_with(method, lambda: self.read(case, reading, method))
+                self.get_dense_predictions(case)
+            result = self.measure_with(method, lambda: self.score_reading(case, reading, method))
         return {"tokens": len(tokens), **result, **fit_fields}
 
-    def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
+    def _compute_dense_predictions(
+        self, text: str, length: int, probe: str, indices: range
+    ) -> Tensor:
         """Return the predictions of dense attention, a tensor on the CPU.
 
         Args:
@@ -500,28 +514,28 @@ class Fidelity(LongRun):
             `FUNCTIONS_BY_PROBE`.
         """
         if probe == DECODE:
-            _, ids, prompt_length = self._batch(text, length, probe, indices)
+            _, ids, prompt_length = self._make_batch(text, length, probe, indices)
             return predict_after_prompt(self.model, ids, prompt_length).cpu()
         compute_predictions, _ = FUNCTIONS_BY_PROBE[probe]
         reading = self.reading(text=text, length=length, probe=probe, depth=None, index=indices[0])
         return compute_predictions(self.model, reading, chunk=self.settings.chunk).cpu()
 
-    def dense_of(self, case: Mapping[str, Any]) -> Tensor:
+    def get_dense_predictions(self, case: Mapping[str, Any]) -> Tensor:
         """Return the cached predictions of dense attention for one case."""
         indices = range(case["index"], case["index"] + 1)
         return self.dense(case["text"], case["length"], case["probe"], indices)
 
-    def read(
-        self, case: Mapping[str, Any], reading: TeacherForced, method: Method
+    def score_reading(
+        self, case: Mapping[str, Any], reading: Reading, method: Method
     ) -> dict[str, Any]:
         """Return the scores of the model's predictions of ``reading``; ``method`` is active."""
         probe, settings = case["probe"], self.settings
         # CAB needs no special cache: in these probes, tokens after a prompt attend to all keys
-        cache = None if type(method) is Cab else method.cache(self.model)
+        cache = None if type(method) is Cab else method.make_cache(self.model)
         options = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
         if probe in FUNCTIONS_BY_PROBE:
             compute_predictions, score_predictions = FUNCTIONS_BY_PROBE[probe]
-            dense_logits = self.dense_of(case)
+            dense_logits = self.get_dense_predictions(case)
             # dense attention is the reference: reuse its predictions, so that its divergence is 0
             is_reference = case["method"] == Dense.name
             predictions = (
@@ -530,33 +544,33 @@ class Fidelity(LongRun):
                 else compute_predictions(self.model, reading, **options)
             )
             return score_predictions(predictions, dense_logits, reading)
-        if probe in PERPLEXITIES:
-            return nll(self.model, reading)
+        if probe in PERPLEXITY_PROBES:
+            return compute_nll(self.model, reading)
         return score_greedy_predictions(self.model, reading, **options)
 
-    def _decoded(self, first: tuple) -> list[dict[str, Any]]:
+    def _decode_batch(self, first_case_items: tuple) -> list[dict[str, Any]]:
         """Decode a batch of cases of one method, and return the measured fields of each case.
 
         Args:
-            first: the first case of the batch, as a tuple of (field, value) pairs, which is
-                hashable. The following cases have consecutive ``index``.
+            first_case_items: the first case of the batch, as a tuple of (field, value) pairs, which
+                is hashable. The following cases have consecutive ``index``.
         """
-        case, settings = dict(first), self.settings
+        case, settings = dict(first_case_items), self.settings
         text, length, probe = (case[name] for name in ("text", "length", "probe"))
         num_samples = settings.continuations if probe == GREEDY else settings.documents
         indices = range(
             case["index"], min(case["index"] + count_texts_per_batch(length), num_samples)
         )
-        readings, ids, prompt_length = self._batch(text, length, probe, indices)
-        method = self.method(case)
+        readings, ids, prompt_length = self._make_batch(text, length, probe, indices)
+        method = self.make_method(case)
         # compute the dense predictions before the method is active
         dense_logits = self.dense(text, length, DECODE, indices) if probe == DECODE else None
-        step_tokens = method.step_tokens(self.model, length)
+        step_tokens = method.count_step_tokens(self.model, length)
 
         def decode_and_score() -> dict[str, Any]:
             options = {
-                "cache": method.cache(self.model),
-                "stepping": method.stepping,
+                "cache": method.make_cache(self.model),
+                "get_step_context": method.get_decode_context,
                 "prefill_chunk": settings.prefill_chunk,
             }
             if probe == GREEDY:
@@ -595,13 +609,13 @@ class Fidelity(LongRun):
         result["seconds"] = round(result["seconds"] / len(cases), 3)
         return [{**scores, **result} for scores in cases]
 
-    def _batch(
+    def _make_batch(
         self, text: str, length: int, probe: str, indices: range
-    ) -> tuple[list[TeacherForced], Tensor, int]:
-        """Build the documents of a batch; arguments as in `_dense`.
+    ) -> tuple[list[Reading], Tensor, int]:
+        """Build the documents of a batch; arguments as in `_compute_dense_predictions`.
 
         Returns:
-            The documents as `TeacherForced`; their token ids, int [B, length]; and the number of
+            The documents as `Reading`; their token ids, int [B, length]; and the number of
             tokens of the shortest prompt.
         """
         readings = [
@@ -609,7 +623,7 @@ class Fidelity(LongRun):
             for index in indices
         ]
         ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
-        return readings, ids, min(reading.prompt for reading in readings)
+        return readings, ids, min(reading.prompt_length for reading in readings)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -620,8 +634,8 @@ class Fidelity(LongRun):
         if settings.get("equal") == TIME:
             sentences.append(
                 "Matched methods have the budget at which attention takes as long as that of "
-                f"{settings['match']}, including block selection, within {TOLERANCE:.0%} if such a "
-                "budget exists."
+                f"{settings['match']}, including block selection, within {MATCH_TOLERANCE:.0%} if "
+                "such a budget exists."
             )
         sentences.append(
             f"{REPORT_NOTES} At block starts it does not: the answer there starts with the first "
@@ -636,12 +650,11 @@ EXPERIMENT = Fidelity
 REPORT_NOTES = (
     "docs/evaluation.md (Words) explains the probes and the columns. Only continuations are "
     "generated: an answer is right if each of its tokens is the likeliest one after the tokens "
-    f"before it. After a prompt, {NUM_CONTINUED} tokens of the same text are read (at most an "
-    "eighth "
-    "of it) by exact attention, except by methods that have dropped keys for good. Shares have "
-    "Wilson's interval. Differences to dense have Newcombe's interval (over keys; those of one "
-    "text count as independent). Ratios of perplexity are the geometric mean over documents with "
-    "Student's interval, and KL is the mean; all intervals are 95 %. ms: by CUDA "
+    f"before it. After a prompt, {MAX_CONTINUATION_TOKENS} tokens of the same text are read (at "
+    "most an eighth of it) by exact attention, except by methods that have dropped keys for good. "
+    "Shares have Wilson's interval. Differences to dense have Newcombe's interval (over keys; "
+    "those of one text count as independent). Ratios of perplexity are the geometric mean over "
+    "documents with Student's interval, and KL is the mean; all intervals are 95 %. ms: by CUDA "
     "events, on the q, k and v of one text of the cell under dense attention; time / dense: "
     "divided by the fastest dense kernel on the same inputs. After ~, block selection is not "
     "measured: its time is the share of dense attention that Xu et al. 2025 report, "

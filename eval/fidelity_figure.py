@@ -13,7 +13,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_report import KL_FIELDS, RATIO_FIELDS
 from cab_hf.eval.fidelity_settings import find_method_class
 from cab_hf.eval.methods import Cab, Dense
-from cab_hf.eval.report import grouped
+from cab_hf.eval.report import group_rows
 
 # fields of a probe's result: the share of right answers, and the ends of its 95 % interval
 SHARE_FIELDS = ("share", "low", "high")
@@ -38,9 +38,8 @@ X_LABELS = {
     "step_share": "share of the text read per step",
 }
 MARKERS = "osv^DPX*<>p"
-MAX_TICK_OFFSET = (
-    0.38  # largest offset of a marker from the tick of its task; ticks have the distance 1
-)
+# largest offset of a marker from the tick of its task; ticks have the distance 1
+MAX_TICK_OFFSET = 0.38
 MIN_X_RANGE = 0.1  # smallest range of the horizontal axis, where 1 is dense attention
 POINT_STYLE = {"markersize": 5, "elinewidth": 0.6}
 Styles = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
@@ -51,7 +50,7 @@ def draw_figure(path: Path, rows: Sequence[Row]) -> None:
 
     A row has one panel per measured probe, and one panel that shows all tasks.
     """
-    rows_by_text = grouped(rows, ["text", "length"])
+    rows_by_text = group_rows(rows, ["text", "length"])
     task_titles = {
         name: task.title for name, task in TASKS.items() if any(row.get(name) for row in rows)
     }
@@ -72,11 +71,11 @@ def draw_figure(path: Path, rows: Sequence[Row]) -> None:
         for i, method in enumerate(methods)
     }
     # the panel of tasks is wider, so that their names fit side by side
-    widths = [
+    panel_widths = [
         max(1, 0.3 * len(task_titles)) if probe == probes.ALL_TASKS else 1 for probe in panels
     ]
-    size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(rows_by_text))
-    grid_options = {"figsize": size, "width_ratios": widths}
+    figure_size = (max(7.2, 3.6 * sum(panel_widths)), 0.9 + 2.9 * len(rows_by_text))
+    grid_options = {"figsize": figure_size, "width_ratios": panel_widths}
     with charts.figure(path, len(rows_by_text), len(panels), **grid_options) as axes:
         for row_of_axes, text_rows in zip(axes, rows_by_text, strict=True):
             for axis, (probe, (title, fields)) in zip(row_of_axes, panels.items(), strict=True):
@@ -118,22 +117,27 @@ def _draw_probe(
         axis.axhline(1, **dense_line)
     drawn_rows = [row for row in probe_rows if row["method"] in styles]
     is_timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
-    x_field = "step_share" if probe in probes.DECODES else "over_dense" if is_timed else "density"
-    for method_rows in grouped(drawn_rows, ["method"]):
+    x_field = (
+        "step_share" if probe in probes.DECODE_PROBES else "over_dense" if is_timed else "density"
+    )
+    for method_rows in group_rows(drawn_rows, ["method"]):
         method_rows = sorted(method_rows, key=itemgetter(x_field))
         method = method_rows[0]["method"]
-        scores = [row[probe] for row in method_rows]
+        probe_results = [row[probe] for row in method_rows]
         # scores of a single document have no interval
         error_bars = [
             [
-                abs(score.get(end_field, score[estimate_field]) - score[estimate_field])
-                for score in scores
+                abs(
+                    probe_result.get(end_field, probe_result[estimate_field])
+                    - probe_result[estimate_field]
+                )
+                for probe_result in probe_results
             ]
             for end_field in (low_field, high_field)
         ]
-        heights = [score[estimate_field] for score in scores]
+        estimates = [probe_result[estimate_field] for probe_result in probe_results]
         style = {"label": method, "linewidth": 1.2, **POINT_STYLE, **styles[method]}
-        axis.errorbar([row[x_field] for row in method_rows], heights, error_bars, **style)
+        axis.errorbar([row[x_field] for row in method_rows], estimates, error_bars, **style)
     if estimate_field == "share":
         axis.set_ylim(-0.04, 1.04)
     # KL ranges over powers of ten, from that of two exact kernels to that of sparse methods
@@ -161,9 +165,9 @@ def _draw_tasks(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], style
         styles: method -> line style.
     """
     marked_rows = [row for row in rows if row["method"] != Dense.name]
-    for tick, name in enumerate(titles):
-        for row in (row for row in rows if row.get(name) is not None):
-            share, low, high = (row[name][field] for field in SHARE_FIELDS)
+    for tick, task in enumerate(titles):
+        for row in (row for row in rows if row.get(task) is not None):
+            share, low, high = (row[task][field] for field in SHARE_FIELDS)
             if row["method"] == Dense.name:
                 axis.hlines(
                     y=share,

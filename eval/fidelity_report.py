@@ -12,8 +12,13 @@ from typing import Any
 from cab_hf.data.needles import common_prefix_length
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fidelity_settings import TIME, TOLERANCE, find_method_class
-from cab_hf.eval.intervals import compare_shares, mean_interval, mean_of_intervals, wilson
+from cab_hf.eval.fidelity_settings import MATCH_TOLERANCE, TIME, find_method_class
+from cab_hf.eval.intervals import (
+    compare_shares,
+    mean_difference,
+    mean_of_intervals,
+    wilson_interval,
+)
 from cab_hf.eval.methods import METHODS, Cab, Dense, Full, dense_row_sentences, never_sparse
 from cab_hf.eval.on_model import average_sparse_density
 from cab_hf.eval.probes import (
@@ -22,26 +27,33 @@ from cab_hf.eval.probes import (
     CONTINUATION,
     DECODE,
     DECODE_ASKED,
-    DECODES,
+    DECODE_PROBES,
     GREEDY,
     MULTI_KEY,
+    NUM_TURNS,
     PASS,
-    PERPLEXITIES,
     PERPLEXITY,
     PERPLEXITY_BORDER,
+    PERPLEXITY_PROBES,
     PROBES,
     QUESTION_FIRST,
     RECALL,
     RECALL_BORDER,
-    TURN_COUNT,
     TURNS,
     get_question,
 )
-from cab_hf.eval.report import column, difference, digits, grouped, markdown_table, with_interval
+from cab_hf.eval.report import (
+    format_difference,
+    format_digits,
+    format_with_interval,
+    group_rows,
+    make_cell_formatter,
+    markdown_table,
+)
 from cab_hf.experiment.markdown import escape_markdown
 
 CELL_FIELDS = ("method", "text", "length", "budget")
-get_cell = itemgetter("method", "text", "length", "budget")
+get_cell_key = itemgetter("method", "text", "length", "budget")
 get_text_key = itemgetter("text", "length")
 TIME_FIELDS = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
 # fields of a probe's result: a value, and the low and high end of its 95 % interval
@@ -57,7 +69,9 @@ def select_density_samples(samples: Sequence[Row]) -> list[Row]:
     samples of probes that decode. Samples of the probe `TIME` have no density.
     """
     density_samples = [s for s in samples if s["probe"] != TIME]
-    prefill_samples = [s for s in density_samples if s["probe"] not in DECODES] or density_samples
+    prefill_samples = [
+        s for s in density_samples if s["probe"] not in DECODE_PROBES
+    ] or density_samples
     excluded_probes = (QUESTION_FIRST, CONTINUATION, ASKED, TURNS, *TASKS)
     return [s for s in prefill_samples if s["probe"] not in excluded_probes] or prefill_samples
 
@@ -98,7 +112,7 @@ def _group_cells(samples: Sequence[Row]) -> list[list[Row]]:
     texts, method_classes = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
 
     def sort_key(cell: Sequence[Row]) -> tuple:
-        method, text, length, budget = get_cell(cell[0])
+        method, text, length, budget = get_cell_key(cell[0])
         method_class, density = (
             find_method_class(method),
             budget if isinstance(budget, float) else 0.0,
@@ -111,7 +125,7 @@ def _group_cells(samples: Sequence[Row]) -> list[list[Row]]:
             density,
         )
 
-    return sorted(grouped(samples, CELL_FIELDS), key=sort_key)
+    return sorted(group_rows(samples, CELL_FIELDS), key=sort_key)
 
 
 def _make_row(cell: Sequence[Row], dense_by_question: Mapping[tuple, Row]) -> dict[str, Any]:
@@ -128,9 +142,9 @@ def _make_row(cell: Sequence[Row], dense_by_question: Mapping[tuple, Row]) -> di
     if never_sparse(find_method_class(method), cell):
         row["never_sparse"] = True
     density_ratio = _compute_density_ratio(cell, density_samples)
-    if density_ratio is not None and abs(density_ratio - 1) > TOLERANCE:
+    if density_ratio is not None and abs(density_ratio - 1) > MATCH_TOLERANCE:
         row["density_over_match"] = density_ratio
-    decode_sample = next((s for s in cell if s["probe"] in DECODES), None)
+    decode_sample = next((s for s in cell if s["probe"] in DECODE_PROBES), None)
     if decode_sample is not None:
         step_tokens = decode_sample["step_tokens"]
         row |= {"step_tokens": step_tokens, "step_share": step_tokens / decode_sample["length"]}
@@ -170,8 +184,8 @@ def _make_time_fields(cell: Sequence[Row]) -> dict[str, Any]:
     if timed_sample is None:
         return dict.fromkeys((*TIME_FIELDS, "over_dense"))
     # samples of earlier versions lack predict_reported: their predict_ms was always measured
-    names = (*TIME_FIELDS, "predict_reported")
-    row = {name: timed_sample[name] for name in names if name in timed_sample}
+    field_names = (*TIME_FIELDS, "predict_reported")
+    row = {name: timed_sample[name] for name in field_names if name in timed_sample}
     if "match_ms" in timed_sample:
         row["over_match"] = get_attention_ms(timed_sample) / timed_sample["match_ms"]
     return {**row, "over_dense": get_attention_ms(timed_sample) / timed_sample["dense_ms"]}
@@ -191,12 +205,12 @@ def _score_perplexity(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) 
     fields = {"n": len(samples), "tokens": num_tokens, "value": math.exp(total_nll / num_tokens)}
     if not pairs:
         return fields
-    means = [s["nll"] / s["count"] for s, _ in pairs]
-    dense_means = [dense_sample["nll"] / dense_sample["count"] for _, dense_sample in pairs]
-    ratio = math.exp(fmean(means) - fmean(dense_means))
+    mean_nlls = [s["nll"] / s["count"] for s, _ in pairs]
+    dense_mean_nlls = [dense_sample["nll"] / dense_sample["count"] for _, dense_sample in pairs]
+    ratio = math.exp(fmean(mean_nlls) - fmean(dense_mean_nlls))
     fields |= {"pairs": len(pairs), "ratio": ratio}
     if len(pairs) > 1:
-        _, low, high = mean_interval(means, dense_means)
+        _, low, high = mean_difference(mean_nlls, dense_mean_nlls)
         fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
     return fields
 
@@ -208,10 +222,10 @@ def _score_continuations(
 
     ``agreement`` is the share of tokens with the same likeliest token as by dense attention.
     """
-    means = [s["kl"] / s["count"] for s in samples]
-    fields = {"kl": fmean(means)}
+    mean_kls = [s["kl"] / s["count"] for s in samples]
+    fields = {"kl": fmean(mean_kls)}
     if len(samples) > 1:
-        _, low, high = mean_interval(means, [0.0] * len(means))
+        _, low, high = mean_difference(mean_kls, [0.0] * len(mean_kls))
         # a divergence is never below 0
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     num_agreed, num_tokens = (sum(s[name] for s in samples) for name in ("agree", "count"))
@@ -224,20 +238,22 @@ def _score_turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> di
     ``turns`` contains the result of `_score_continuations` for each turn. ``growth`` is the mean
     KL per token of the last turn minus that of the first turn.
     """
-    turns = [
+    turn_results = [
         _score_continuations(
             [s["turns"][turn] for s in samples],
             [(s["turns"][turn], dense_sample["turns"][turn]) for s, dense_sample in pairs],
         )
-        for turn in range(TURN_COUNT)
+        for turn in range(NUM_TURNS)
     ]
-    first_turn_kl, last_turn_kl = (
+    first_turn_kls, last_turn_kls = (
         [s["turns"][turn]["kl"] / s["turns"][turn]["count"] for s in samples] for turn in (0, -1)
     )
-    growth = {"growth": fmean(last_turn_kl) - fmean(first_turn_kl)}
+    growth_fields = {"growth": fmean(last_turn_kls) - fmean(first_turn_kls)}
     if len(samples) > 1:
-        growth = dict(zip(GROWTH_FIELDS, mean_interval(last_turn_kl, first_turn_kl), strict=True))
-    return {**_score_continuations(samples, pairs), "turns": turns, **growth}
+        growth_fields = dict(
+            zip(GROWTH_FIELDS, mean_difference(last_turn_kls, first_turn_kls), strict=True)
+        )
+    return {**_score_continuations(samples, pairs), "turns": turn_results, **growth_fields}
 
 
 def _score_generated_tokens(
@@ -254,7 +270,7 @@ def _score_generated_tokens(
         common_prefix_length(s["written"], dense_sample["written"]) for s, dense_sample in pairs
     ]
     num_equal = sum(s["written"] == dense_sample["written"] for s, dense_sample in pairs)
-    low, high = wilson(num_equal, len(pairs))
+    low, high = wilson_interval(num_equal, len(pairs))
     fields |= {"pairs": len(pairs), "equal": num_equal, "low": low, "high": high}
     return {**fields, "share": num_equal / len(pairs), "prefix": fmean(prefix_lengths)}
 
@@ -278,7 +294,7 @@ def _score_answers(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> 
 # probe -> function that computes its result from samples and pairs; `_score_answers` for other
 # probes
 SCORERS: dict[str, Callable[..., dict[str, Any]]] = {
-    **dict.fromkeys(PERPLEXITIES, _score_perplexity),
+    **dict.fromkeys(PERPLEXITY_PROBES, _score_perplexity),
     **dict.fromkeys((CONTINUATION, DECODE), _score_continuations),
     **{GREEDY: _score_generated_tokens, TURNS: _score_turns},
 }
@@ -304,7 +320,7 @@ def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
 
     These are the tasks that at least one row of the text and length has.
     """
-    for text_rows in grouped(rows, ["text", "length"]):
+    for text_rows in group_rows(rows, ["text", "length"]):
         tasks = [name for name in TASKS if any(name in row for row in text_rows)]
         for row in text_rows:
             if tasks and row.keys() >= {*tasks}:
@@ -318,10 +334,10 @@ def _average_tasks(results: Sequence[Row]) -> dict[str, Any]:
         results: the result of `_score_answers` for each task.
     """
     mean_fields = {"n": len(results)}
-    for names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
-        if all(names[0] in result for result in results):
-            intervals = [tuple(map(result.get, names)) for result in results]
-            mean_fields |= dict(zip(names, mean_of_intervals(intervals), strict=True))
+    for field_names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
+        if all(field_names[0] in result for result in results):
+            intervals = [tuple(map(result.get, field_names)) for result in results]
+            mean_fields |= dict(zip(field_names, mean_of_intervals(intervals), strict=True))
     return mean_fields
 
 
@@ -359,7 +375,7 @@ def make_tables(rows: Sequence[Row]) -> dict[str, str]:
     }
     return {
         f"On {escape_markdown(text_rows[0]['text'])}": markdown_table(text_rows, columns)
-        for text_rows in grouped(rows, ["text"])
+        for text_rows in group_rows(rows, ["text"])
     }
 
 
@@ -374,12 +390,12 @@ def _format_estimate(
         format_number: formats a number.
     """
     value, low, high = (result.get(name) for name in fields)
-    return with_interval(value, low, high, format_number)
+    return format_with_interval(value, low, high, format_number)
 
 
 def _format_share(result: Row) -> str:
     """Return the share of right answers with its interval."""
-    return with_interval(result["share"], result["low"], result["high"])
+    return format_with_interval(result["share"], result["low"], result["high"])
 
 
 def _format_ratio(result: Row) -> str | None:
@@ -393,7 +409,7 @@ def _format_ratio(result: Row) -> str | None:
 
 def _format_kl(result: Row) -> str:
     """Return the KL divergence per token, with its interval if there are several documents."""
-    return _format_estimate(result, KL_FIELDS, digits)
+    return _format_estimate(result, KL_FIELDS, format_digits)
 
 
 def _format_kl_growth(result: Row) -> str:
@@ -432,9 +448,11 @@ def _format_milliseconds(row: Row) -> str | None:
     """
     if row.get("attend_ms") is None:
         return None
-    prefix = "~" if "predict_reported" in row else ""
-    stages = f"{prefix}{digits(row['predict_ms'])} + {digits(row['attend_ms'])}"
-    return f"{digits(get_attention_ms(row))} ({stages})"
+    estimate_mark = "~" if "predict_reported" in row else ""
+    stages = (
+        f"{estimate_mark}{format_digits(row['predict_ms'])} + {format_digits(row['attend_ms'])}"
+    )
+    return f"{format_digits(get_attention_ms(row))} ({stages})"
 
 
 def _format_time_ratio(row: Row) -> str | None:
@@ -452,7 +470,7 @@ def _make_column(
         probe: name of the probe or field.
         format_result: function that formats the field.
     """
-    return probe, column(format_result, probe)
+    return probe, make_cell_formatter(format_result, probe)
 
 
 def _make_answer_columns(
@@ -467,7 +485,7 @@ def _make_answer_columns(
     """
     return {
         f"{heading}{heading_suffix}": _make_column(probe, _format_share),
-        f"{heading}, difference to dense": _make_column(probe, difference),
+        f"{heading}, difference to dense": _make_column(probe, format_difference),
     }
 
 
@@ -481,13 +499,18 @@ COLUMNS = {
     **_make_answer_columns(ASKED, "recall after the prompt", ""),
     "KL over turns": _make_column(TURNS, _format_kl),
     "KL, turn by turn": _make_column(TURNS, lambda result: _format_turns(result, _format_kl)),
-    f"turn {TURN_COUNT} minus turn 1": _make_column(TURNS, _format_kl_growth),
+    f"turn {NUM_TURNS} minus turn 1": _make_column(TURNS, _format_kl_growth),
     "agreement, turn by turn": _make_column(
         TURNS, lambda result: _format_turns(result, _format_agreement)
     ),
-    "keys per step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
+    "keys per step": (
+        "step_tokens",
+        make_cell_formatter(lambda tokens: f"{tokens:,.0f}", "step_tokens"),
+    ),
     "KL of decoding": _make_column(DECODE, _format_kl),
-    "KL / noise floor": _make_column(DECODE, lambda result: digits(result.get("over_floor"))),
+    "KL / noise floor": _make_column(
+        DECODE, lambda result: format_digits(result.get("over_floor"))
+    ),
     "agreement of decoding": _make_column(DECODE, _format_agreement),
     **_make_answer_columns(DECODE_ASKED, "recall in decoding", ""),
     "equal continuations": _make_column(GREEDY, _format_equal_count),
@@ -518,7 +541,7 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
 
     For each text, one sentence summarises CAB's differences to dense attention at the largest
     length. Further sentences list rows whose density or time differs from their budget by more than
-    `TOLERANCE`, rows with missing cases, and methods that attended densely.
+    `MATCH_TOLERANCE`, rows with missing cases, and methods that attended densely.
     """
     sentence_by_text = {}
     for row in rows:
@@ -535,10 +558,12 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
                 f"{', '.join(changes)}."
             )
     problem_by_field = {
-        "over_match": f"No budget matches the time within {TOLERANCE:.0%}",
-        "density_over_match": f"The density misses the matched density by over {TOLERANCE:.0%}",
+        "over_match": f"No budget matches the time within {MATCH_TOLERANCE:.0%}",
+        "density_over_match": (
+            f"The density misses the matched density by over {MATCH_TOLERANCE:.0%}"
+        ),
     }
-    exceptions = [
+    problem_rows = [
         (
             problem,
             [
@@ -556,19 +581,18 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
         f"{row_description} ({' or '.join(cases)})"
         for row_description, cases in cases_by_row.items()
     ]
-    exceptions.append(("Measured in fewer cases than other rows", missing_phrases))
+    problem_rows.append(("Measured in fewer cases than other rows", missing_phrases))
     sentences = [
         f"{problem}: {', '.join(affected_rows)}."
-        for problem, affected_rows in exceptions
+        for problem, affected_rows in problem_rows
         if affected_rows
     ]
     return [*sentence_by_text.values(), *sentences, *dense_row_sentences(rows)]
 
 
 def _is_outside_tolerance(row: Row, field: str) -> bool:
-    """Return True if the ratio in ``field`` differs from 1 by more than the tolerance "
-    "`TOLERANCE`."""
-    return abs(row.get(field, 1.0) - 1) > TOLERANCE
+    """Return True if the ratio in ``field`` differs from 1 by more than `MATCH_TOLERANCE`."""
+    return abs(row.get(field, 1.0) - 1) > MATCH_TOLERANCE
 
 
 def _describe_row(row: Row) -> str:
@@ -595,7 +619,7 @@ def _describe_differences(row: Row, rows: Sequence[Row]) -> list[str]:
             if other_row["method"] == Full.name and get_text_key(other_row) == get_text_key(row)
         ]
         noise_kls = [
-            digits(other_row[CONTINUATION]["kl"])
+            format_digits(other_row[CONTINUATION]["kl"])
             for other_row in rows_of_method_full
             if other_row.get(CONTINUATION)
         ]
@@ -608,7 +632,7 @@ def _describe_differences(row: Row, rows: Sequence[Row]) -> list[str]:
     if turns_result:
         first_kl, *_, last_kl = map(_format_kl, turns_result["turns"])
         phrases.append(
-            f"KL per token {first_kl} in turn 1 and {last_kl} in turn {TURN_COUNT} of a chat"
+            f"KL per token {first_kl} in turn 1 and {last_kl} in turn {NUM_TURNS} of a chat"
         )
     if decode_result:
         floor_ratio = decode_result.get("over_floor")
@@ -621,8 +645,8 @@ def _describe_differences(row: Row, rows: Sequence[Row]) -> list[str]:
         phrases.append(f"equal continuations: {_format_equal_count(greedy_result)}")
     for probe in (*PROBES, ALL_TASKS):
         if row.get(probe) and probe not in (*PROBES_WITH_OWN_PHRASES, *TASKS):
-            is_ratio = probe in PERPLEXITIES
-            change_phrase = _format_ratio(row[probe]) if is_ratio else difference(row[probe])
+            is_ratio = probe in PERPLEXITY_PROBES
+            change_phrase = _format_ratio(row[probe]) if is_ratio else format_difference(row[probe])
             name = PROBE_PHRASES.get(probe, probe.replace("_", " "))
             phrases += (
                 [f"{name} {'× ' if is_ratio else ''}{change_phrase}"] if change_phrase else []

@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from cab_hf.config import CabConfig
-from cab_hf.data.needles import NAMES
+from cab_hf.data.needles import PERSON_NAMES
 from cab_hf.data.tasks import TASKS
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.haystack import read_sentences
-from cab_hf.eval.long_run import MATCH, LongRunSettings
+from cab_hf.eval.long_run import MATCH_BUDGET, LongRunSettings
 from cab_hf.eval.methods import CACHES, METHODS, Cab, Method, Published, with_known_predictor
 from cab_hf.eval.probes import (
     ALL_TASKS,
     ASKED,
-    CONTINUED_SHARE,
+    ASKED_KEY_PROBES,
+    CONTINUATION_DIVISOR,
     DECODE,
-    DECODES,
+    DECODE_PROBES,
     DEFAULT_PROBES,
     GREEDY,
-    NOISE,
+    NOISE_TEXT_NAME,
+    NUM_TURNS,
     PERPLEXITY_BORDER,
     PROBES,
     RECALL_BORDER,
-    TURN_COUNT,
     TURNS,
-    WITH_KEYS_ASKED,
     find_border,
 )
-from cab_hf.eval.teacher_forcing import CHUNK
+from cab_hf.eval.teacher_forcing import DEFAULT_CHUNK_TOKENS
 from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
@@ -48,7 +48,8 @@ from cab_hf.experiment.settings import (
 # values of --equal: the quantity in which baselines equal the method of --match. TIME is also the
 # probe that measures the attention time of a cell.
 DENSITY, TIME = "density", "time"
-TOLERANCE = 0.05  # accepted relative difference of a baseline's density or time from its budget
+# accepted relative difference of a baseline's density or time from its budget
+MATCH_TOLERANCE = 0.05
 # a comma between assignments; a comma inside a value, such as a list, has no assignment after it
 FIELD_SEPARATOR = re.compile(r",(?=\s*\w+\s*=)")
 VARIANT_NAME = re.compile(r"[\w.-]+")
@@ -56,8 +57,8 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_budget(text: str) -> str | float:
-    """Return a value of ``--budgets``: a density as float, or `MATCH`."""
-    return MATCH if text == MATCH else float(text)
+    """Return a value of ``--budgets``: a density as float, or `MATCH_BUDGET`."""
+    return MATCH_BUDGET if text == MATCH_BUDGET else float(text)
 
 
 def parse_cab_config(variant_fields: str | Mapping[str, Any]) -> CabConfig:
@@ -161,20 +162,21 @@ class Settings(LongRunSettings):
     )
     prefill_chunk: int = option(0, "tokens per chunk of a prompt; 0: the prompt in one call", int)
     budgets: tuple[str | float, ...] = option(
-        (MATCH,),
-        f"comma-separated densities of the baselines: {MATCH} (the density of --{MATCH}) or "
-        "numbers",
+        (MATCH_BUDGET,),
+        f"comma-separated densities of the baselines: {MATCH_BUDGET} (the density of "
+        f"--{MATCH_BUDGET}) or numbers",
         comma_separated(parse_budget),
     )
     match: str = option(Cab.name, "method whose density is matched: cab or cab:NAME")
     equal: str = option(
         DENSITY,
         f"what is matched: {DENSITY}, or {TIME} of attention including block selection, within "
-        f"{TOLERANCE:.0%}",
+        f"{MATCH_TOLERANCE:.0%}",
     )
     texts: tuple[str, ...] = option(
-        (NOISE,),
-        f"comma-separated texts: {NOISE} (five sentences) or UTF-8 files; short texts repeat",
+        (NOISE_TEXT_NAME,),
+        f"comma-separated texts: {NOISE_TEXT_NAME} (five sentences) or UTF-8 files; short texts "
+        "repeat",
         comma_separated(str),
         spell=spell_texts,
     )
@@ -217,38 +219,40 @@ class Settings(LongRunSettings):
 
     def _check_methods_and_budgets(self, require_setting: partial) -> None:
         self.check_methods()
-        for method in (name for name in self.methods if find_method_class(name).dense_prefill):
-            accepted = f"without {method} if no probe decodes, because its prefill is dense"
-            require_setting("methods", self.decoding, accepted, method)
-            accepted = f"0 with {method}, which reads a prompt in one call"
-            require_setting("prefill_chunk", not self.prefill_chunk, accepted)
+        for method in (name for name in self.methods if find_method_class(name).has_dense_prefill):
+            requirement = f"without {method} if no probe decodes, because its prefill is dense"
+            require_setting("methods", self.decoding_probes, requirement, method)
+            requirement = f"0 with {method}, which reads a prompt in one call"
+            require_setting("prefill_chunk", not self.prefill_chunk, requirement)
         # only tokens after the first token of a text can be predicted
         require_setting(
             "lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 or more"
         )
         require_setting("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
-        densities = [budget for budget in self.budgets if budget != MATCH]
+        densities = [budget for budget in self.budgets if budget != MATCH_BUDGET]
         is_valid = self.budgets and all(0 < density <= 1 for density in densities)
-        require_setting("budgets", is_valid, f"{MATCH} or densities in (0, 1]")
+        require_setting("budgets", is_valid, f"{MATCH_BUDGET} or densities in (0, 1]")
         require_setting("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
-        is_valid = self.equal == DENSITY or self.budgets == (MATCH,)
-        require_setting("budgets", is_valid, f"{MATCH} with --equal {TIME}")
+        is_valid = self.equal == DENSITY or self.budgets == (MATCH_BUDGET,)
+        require_setting("budgets", is_valid, f"{MATCH_BUDGET} with --equal {TIME}")
         # `configs` also raises an error for fields that CabConfig refuses, before the run starts
         require_setting("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
-        is_available = MATCH not in self.budgets or self.match in self.compared
+        is_available = MATCH_BUDGET not in self.budgets or self.match in self.compared_methods
         self.check_match("budgets", self.match, is_available)
-        cache_methods = [name for name in self.methods if name in CACHES] if self.decoding else []
+        cache_methods = (
+            [name for name in self.methods if name in CACHES] if self.decoding_probes else []
+        )
         require_setting(
             "match",
             not cache_methods
-            or MATCH not in self.budgets
+            or MATCH_BUDGET not in self.budgets
             or self.configs[self.match].sparse_decode,
             f"a config with sparse_decode=true, whose steps {', '.join(cache_methods)} match in "
             "bytes",
         )
 
     def _check_texts_and_probes(self, require_setting: partial) -> None:
-        has_questions = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
+        has_questions = self.asked or set(self.probes) - {*ASKED_KEY_PROBES}
         require_setting("asked", has_questions, "at least 1 if all probes ask for keys")
         for probe in self.probes:
             require_setting("probes", probe in PROBES, f"one or more of {', '.join(PROBES)}", probe)
@@ -256,30 +260,30 @@ class Settings(LongRunSettings):
         for text in self.texts:
             require_setting(
                 "texts",
-                text == NOISE or Path(text).is_file(),
-                f"{NOISE} or existing text files",
+                text == NOISE_TEXT_NAME or Path(text).is_file(),
+                f"{NOISE_TEXT_NAME} or existing text files",
                 text,
             )
-        for text in filter(NOISE.__ne__, self.texts):
+        for text in filter(NOISE_TEXT_NAME.__ne__, self.texts):
             read_sentences("texts", text)
-        are_distinct = self.texts and len(self.files) == len(self.texts)
+        are_distinct = self.texts and len(self.file_by_text) == len(self.texts)
         require_setting(
             "texts", are_distinct, "at least one, with different names without folder and suffix"
         )
-        counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
-        for name in (*counts, "decoded", "written"):
+        count_names = ("depths", "pass_samples", "task_samples", "documents", "continuations")
+        for name in (*count_names, "decoded", "written"):
             require_setting(name, getattr(self, name) > 0, "at least 1")
-        require_setting("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
-        require_setting("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
+        require_setting("keys", 1 <= self.keys <= len(PERSON_NAMES), f"1 to {len(PERSON_NAMES)}")
+        require_setting("asked", 0 <= self.asked <= len(PERSON_NAMES), f"0 to {len(PERSON_NAMES)}")
         has_borders = all(self.border % config.query_block == 0 for config in self.configs.values())
-        accepted = f"without probes at block starts if query blocks do not divide {self.border}"
+        requirement = f"without probes at block starts if query blocks do not divide {self.border}"
         needs_borders = {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        require_setting("probes", has_borders or not needs_borders, accepted)
+        require_setting("probes", has_borders or not needs_borders, requirement)
 
     def _check_lengths(self, require_setting: partial) -> None:
-        # number of tokens of the shortest prompt: at most 1 / CONTINUED_SHARE of a text is decoded
-        min_prompt_length = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
-        for config in self.configs.values() if self.decoding else ():
+        # tokens of the shortest prompt: at most 1 / CONTINUATION_DIVISOR of a text is decoded
+        min_prompt_length = min(self.lengths) * (CONTINUATION_DIVISOR - 1) // CONTINUATION_DIVISOR
+        for config in self.configs.values() if self.decoding_probes else ():
             require_setting(
                 "lengths",
                 not config.sparse_decode or decodes_sparsely(config, min_prompt_length),
@@ -289,21 +293,21 @@ class Settings(LongRunSettings):
         query_blocks = [config.query_block for config in self.configs.values()]
         if Published.name in self.methods:
             query_blocks.append(CabConfig.published().query_block)
-        min_length = 2 * TURN_COUNT * max(query_blocks)
+        min_length = 2 * NUM_TURNS * max(query_blocks)
         require_setting(
             "lengths",
             TURNS not in self.probes or min(self.lengths) >= min_length,
-            f"at least {min_length} each for {TURNS}: {TURN_COUNT} turns of 2 query blocks of "
+            f"at least {min_length} each for {TURNS}: {NUM_TURNS} turns of 2 query blocks of "
             f"{max(query_blocks)}",
         )
 
     @cached_property
-    def files(self) -> dict[str, str | None]:
-        """Name of each text -> path of its file; None for the built-in text `NOISE`.
+    def file_by_text(self) -> dict[str, str | None]:
+        """Name of each text -> path of its file; None for the built-in text `NOISE_TEXT_NAME`.
 
         The name is the name of the file without folder and suffix.
         """
-        return {Path(text).stem: None if text == NOISE else text for text in self.texts}
+        return {Path(text).stem: None if text == NOISE_TEXT_NAME else text for text in self.texts}
 
     @property
     def border(self) -> int:
@@ -311,9 +315,9 @@ class Settings(LongRunSettings):
         return find_border(config.query_block for config in self.configs.values())
 
     @property
-    def decoding(self) -> set[str]:
-        """The probes of the run that are in `DECODES`."""
-        return {*self.probes} & {*DECODES}
+    def decoding_probes(self) -> set[str]:
+        """The probes of the run that are in `DECODE_PROBES`."""
+        return {*self.probes} & {*DECODE_PROBES}
 
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
@@ -323,11 +327,11 @@ class Settings(LongRunSettings):
         for name, fields in variants:
             require(
                 settings=self,
-                name="variant",
+                field_name="variant",
                 condition=VARIANT_NAME.fullmatch(name)
                 and isinstance(fields, (str, Mapping))
                 and fields,
-                expected="NAME=field=value,... or NAME=FILE.json",
+                requirement="NAME=field=value,... or NAME=FILE.json",
                 value=f"{name}={fields}",
             )
             config_by_method[f"{Cab.name}:{name}"] = parse_cab_config(fields)
@@ -341,10 +345,10 @@ class Settings(LongRunSettings):
         attend densely.
         """
         min_query_block = min(config.query_block for config in self.configs.values())
-        return min(CHUNK, min_query_block - 1, CabConfig.published().query_block - 1)
+        return min(DEFAULT_CHUNK_TOKENS, min_query_block - 1, CabConfig.published().query_block - 1)
 
     @cached_property
-    def compared(self) -> tuple[str, ...]:
+    def compared_methods(self) -> tuple[str, ...]:
         """The names of all methods, with variants. Methods that get a budget come last.
 
         The budget may follow from samples of the other methods.
@@ -352,6 +356,7 @@ class Settings(LongRunSettings):
         variant_methods = [name for name in self.configs if name != Cab.name]
         return tuple(
             sorted(
-                (*self.methods, *variant_methods), key=lambda name: find_method_class(name).matched
+                (*self.methods, *variant_methods),
+                key=lambda name: find_method_class(name).is_budget_matched,
             )
         )

@@ -40,13 +40,12 @@ from cab_hf.experiment.settings import (
 from cab_hf.finetune.cost_model import GIB
 from cab_hf.hf.fit import max_positions
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.selection.compact import LIST_BYTES
-from cab_hf.selection.tiles import SCRATCH_BYTES
+from cab_hf.selection.compact import MAX_LIST_BYTES
+from cab_hf.selection.tiles import MAX_SCRATCH_BYTES
 
-DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
-COUNTING_ATTENTION = (
-    "cab_counting"  # name of an attention function that counts bytes and computes nothing
-)
+DYNAMIC, STATIC, OFFLOADED = CACHE_KINDS = ("dynamic", "static", "offloaded")
+# name of an attention function that counts bytes and computes nothing
+COUNTING_ATTENTION = "cab_counting"
 # tokens of the call whose bytes are counted; the logits of its last token are a negligible part
 NUM_COUNTED_TOKENS = 2**13
 LENGTH_STEP = 128  # estimated lengths are multiples of this number of tokens
@@ -78,18 +77,21 @@ class LiveBytes(TorchDispatchMode):
     """A dispatch mode that counts the bytes of live tensors.
 
     Attributes:
-        now: bytes of tensors that are live at present, without the weights of the model.
-        most: the largest value of ``now`` so far.
-        attending: the largest value of ``now`` at the start of a layer's attention.
-        heads: the distinct (query heads, KV heads, head dim) of all layers.
-        output: bytes of the largest attention output of a layer.
-        pair: bytes of k plus v in the layer where their sum is largest.
+        current_bytes: bytes of tensors that are live at present, without the weights of the model.
+        peak_bytes: the largest value of ``current_bytes`` so far.
+        attention_start_bytes: the largest value of ``current_bytes`` at the start of a layer's
+            attention.
+        head_shapes: the distinct (query heads, KV heads, head dim) of all layers.
+        output_bytes: bytes of the largest attention output of a layer.
+        kv_bytes: bytes of k plus v in the layer where their sum is largest.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.now = self.most = self.attending = self.output = self.pair = 0
-        self.heads: set[tuple[int, int, int]] = set()
+        self.current_bytes = self.peak_bytes = self.attention_start_bytes = self.output_bytes = (
+            self.kv_bytes
+        ) = 0
+        self.head_shapes: set[tuple[int, int, int]] = set()
         # storages that `_add_storage` ignores: those of weights, which views of weights have too,
         # and those of live tensors that are already counted
         weights = (*model.parameters(), *model.buffers())
@@ -107,23 +109,26 @@ class LiveBytes(TorchDispatchMode):
         if storage._cdata in self._storages:
             return
         self._storages.add(storage._cdata)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
+        self.current_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         weakref.finalize(storage, self._drop_storage, storage._cdata, storage.nbytes())
 
-    def _drop_storage(self, key: int, size: int) -> None:
+    def _drop_storage(self, key: int, num_bytes: int) -> None:
         self._storages.discard(key)
-        self.now -= size
+        self.current_bytes -= num_bytes
 
     def attend(self, _: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
         """Record the sizes of a layer's attention, and return an output of the right shape.
 
         The signature is that of transformers' attention functions.
         """
-        self.attending = max(self.attending, self.now)
-        self.heads.add((q.shape[1], k.shape[1], q.shape[3]))
+        self.attention_start_bytes = max(self.attention_start_bytes, self.current_bytes)
+        self.head_shapes.add((q.shape[1], k.shape[1], q.shape[3]))
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-        self.output, self.pair = max(self.output, out.nbytes), max(self.pair, k.nbytes + v.nbytes)
+        self.output_bytes, self.kv_bytes = (
+            max(self.output_bytes, out.nbytes),
+            max(self.kv_bytes, k.nbytes + v.nbytes),
+        )
         return out, None
 
 
@@ -149,53 +154,53 @@ class PromptMemory(NamedTuple):
     """The memory for reading a prompt.
 
     Attributes:
-        weights: bytes of weights and buffers, on the GPU.
-        cache: bytes of cached keys and values on the GPU.
-        workspace: bytes of other tensors on the GPU.
-        host: bytes of cached keys and values in host memory.
+        weight_bytes: bytes of weights and buffers, on the GPU.
+        cache_bytes: bytes of cached keys and values on the GPU.
+        workspace_bytes: bytes of other tensors on the GPU.
+        host_bytes: bytes of cached keys and values in host memory.
     """
 
-    weights: float
-    cache: float
-    workspace: float
-    host: float
+    weight_bytes: float
+    cache_bytes: float
+    workspace_bytes: float
+    host_bytes: float
 
     @property
-    def total(self) -> float:
+    def total_bytes(self) -> float:
         """All bytes on the GPU."""
-        return self.weights + self.cache + self.workspace
+        return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True)
-class Prompts:
+class MemoryModel:
     """The sizes from which `estimate_memory` computes the memory for a prompt, in bfloat16.
 
     Attributes:
-        weights: bytes of all weights and buffers.
-        layers: (bytes per cached token, tokens of the sliding window) of each layer that caches
-            keys and values; the second is None without a window.
-        most: peak bytes of live tensors per token, without weights and cache.
-        attending: bytes of live tensors per token at the start of a layer's attention, without
-            weights and cache.
-        output: bytes per token of the attention output of a layer.
-        expanded: bytes per token of the keys and values that a layer computes from a smaller cached
-            state, as in latent attention; 0 if the keys and values themselves are cached. These
-            bytes are a part of ``attending``.
-        heads: the distinct (query heads, KV heads, head dim) of all layers.
+        weight_bytes: bytes of all weights and buffers.
+        cache_layers: (bytes per cached token, tokens of the sliding window) of each layer that
+            caches keys and values; the second is None without a window.
+        peak_token_bytes: peak bytes of live tensors per token, without weights and cache.
+        attention_token_bytes: bytes of live tensors per token at the start of a layer's
+            attention, without weights and cache.
+        output_token_bytes: bytes per token of the attention output of a layer.
+        expanded_token_bytes: bytes per token of the keys and values that a layer computes from a
+            smaller cached state, as in latent attention; 0 if the keys and values themselves are
+            cached. These bytes are a part of ``attention_token_bytes``.
+        head_shapes: the distinct (query heads, KV heads, head dim) of all layers.
         config: the config with which the model attends by CAB.
     """
 
-    weights: int
-    layers: tuple[tuple[int, int | None], ...]
-    most: float
-    attending: float
-    output: float
-    expanded: float
-    heads: frozenset[tuple[int, int, int]]
+    weight_bytes: int
+    cache_layers: tuple[tuple[int, int | None], ...]
+    peak_token_bytes: float
+    attention_token_bytes: float
+    output_token_bytes: float
+    expanded_token_bytes: float
+    head_shapes: frozenset[tuple[int, int, int]]
     config: CabConfig
 
     @classmethod
-    def of(cls, model_config: Any, trust_remote_code: bool = False) -> Prompts:
+    def from_config(cls, model_config: Any, trust_remote_code: bool = False) -> MemoryModel:
         """Build the model on the meta device, run it, and return the counted sizes.
 
         Args:
@@ -209,18 +214,18 @@ class Prompts:
         config = copy.deepcopy(model_config)
         model = models.build_skeleton(config, trust_remote_code, dtype=torch.bfloat16)
         with convert_errors(partial(_describe_call_error, model.config.model_type)):
-            layers = _count_cache_layers(model)
+            cache_layers = _count_cache_layers(model)
             live_bytes = _count_prompt_bytes(model, NUM_COUNTED_TOKENS)
-        largest_layer = max((size for size, _ in layers), default=0)
-        kv_bytes = live_bytes.pair / NUM_COUNTED_TOKENS
+        max_cache_token_bytes = max((size for size, _ in cache_layers), default=0)
+        kv_token_bytes = live_bytes.kv_bytes / NUM_COUNTED_TOKENS
         return cls(
-            weights=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-            layers=layers,
-            most=live_bytes.most / NUM_COUNTED_TOKENS,
-            attending=live_bytes.attending / NUM_COUNTED_TOKENS,
-            output=live_bytes.output / NUM_COUNTED_TOKENS,
-            expanded=kv_bytes if kv_bytes > largest_layer else 0.0,
-            heads=frozenset(live_bytes.heads),
+            weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+            cache_layers=cache_layers,
+            peak_token_bytes=live_bytes.peak_bytes / NUM_COUNTED_TOKENS,
+            attention_token_bytes=live_bytes.attention_start_bytes / NUM_COUNTED_TOKENS,
+            output_token_bytes=live_bytes.output_bytes / NUM_COUNTED_TOKENS,
+            expanded_token_bytes=kv_token_bytes if kv_token_bytes > max_cache_token_bytes else 0.0,
+            head_shapes=frozenset(live_bytes.head_shapes),
             config=cab_config_of(model.config.get_text_config()),
         )
 
@@ -230,9 +235,9 @@ class Prompts:
         Args:
             length: tokens of the prompt.
             chunk: tokens per call; None: the whole prompt in one call.
-            cache: one of `CACHES`.
+            cache: one of `CACHE_KINDS`.
         """
-        layer_bytes = [size * min(length, window or length) for size, window in self.layers]
+        layer_bytes = [size * min(length, window or length) for size, window in self.cache_layers]
         largest_layer_bytes, cache_bytes, host_bytes = (
             max(layer_bytes, default=0),
             sum(layer_bytes),
@@ -242,7 +247,7 @@ class Prompts:
             # keys and values of two layers are on the GPU at a time; sliding windows always are
             host_bytes = sum(
                 size
-                for size, (_, window) in zip(layer_bytes, self.layers, strict=True)
+                for size, (_, window) in zip(layer_bytes, self.cache_layers, strict=True)
                 if not window
             )
             cache_bytes = min(cache_bytes, cache_bytes - host_bytes + 2 * largest_layer_bytes)
@@ -252,13 +257,13 @@ class Prompts:
             cache_bytes += largest_layer_bytes // 2
         last_call_tokens = min(length, chunk or length)
         return PromptMemory(
-            weights=self.weights,
-            cache=cache_bytes,
-            workspace=self.workspace(last_call_tokens, length),
-            host=host_bytes,
+            weight_bytes=self.weight_bytes,
+            cache_bytes=cache_bytes,
+            workspace_bytes=self.estimate_workspace(last_call_tokens, length),
+            host_bytes=host_bytes,
         )
 
-    def workspace(self, tokens: int, length: int) -> float:
+    def estimate_workspace(self, tokens: int, length: int) -> float:
         """Return the bytes of tensors on the GPU besides weights and cache.
 
         Args:
@@ -268,19 +273,21 @@ class Prompts:
         selection_bytes = max(
             (
                 self.estimate_selection(
-                    heads=heads, kv_heads=kv_heads, dim=dim, tokens=tokens, length=length
+                    heads=heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens, length=length
                 )
-                for heads, kv_heads, dim in self.heads
+                for heads, kv_heads, head_dim in self.head_shapes
             ),
             default=0,
         )
-        attention_bytes = self.attending * tokens + self.expanded * (length - tokens)
+        attention_bytes = self.attention_token_bytes * tokens + self.expanded_token_bytes * (
+            length - tokens
+        )
         # the attention output may exist twice, in two memory layouts
-        attention_bytes += max(selection_bytes, 2 * self.output * tokens)
-        return max(self.most * tokens, attention_bytes) + LIBRARY_BYTES
+        attention_bytes += max(selection_bytes, 2 * self.output_token_bytes * tokens)
+        return max(self.peak_token_bytes * tokens, attention_bytes) + LIBRARY_BYTES
 
     def estimate_selection(
-        self, heads: int, kv_heads: int, dim: int, tokens: int, length: int
+        self, heads: int, kv_heads: int, head_dim: int, tokens: int, length: int
     ) -> float:
         """Return the bytes for selecting blocks in a layer.
 
@@ -289,42 +296,46 @@ class Prompts:
         Args:
             heads: query heads.
             kv_heads: KV heads.
-            dim: head dim.
+            head_dim: head dim.
             tokens: number of queries that select blocks: the last tokens of the prompt.
             length: tokens of the prompt.
         """
         config = self.config
-        num_typical = num_typical_queries(config)
-        num_scored_rows = config.outlier_queries + num_typical
+        num_typical_rows = num_typical_queries(config)
+        num_scored_rows = config.outlier_queries + num_typical_rows
         num_q_blocks = heads * -(-tokens // config.query_block)
         num_k_blocks = -(-length // config.key_block)
         # if all queries are in one call, causality excludes half of the pairs of blocks
         scratch_bytes = (
             2 * num_q_blocks * num_scored_rows * num_k_blocks / (2 if tokens == length else 1)
         )
-        list_bytes = min(4 * num_q_blocks * num_k_blocks, LIST_BYTES)
+        list_bytes = min(4 * num_q_blocks * num_k_blocks, MAX_LIST_BYTES)
         # outlier queries are scored by half of the channels; each scored query also has 16 bytes of
         # bounds and scales
-        bytes_per_q_block = dim * (config.outlier_queries / 2 + num_typical) + 16 * num_scored_rows
-        key_bytes = kv_heads * dim * length
+        bytes_per_q_block = (
+            head_dim * (config.outlier_queries / 2 + num_typical_rows) + 16 * num_scored_rows
+        )
+        key_bytes = kv_heads * head_dim * length
         return (
             key_bytes
             + num_q_blocks * bytes_per_q_block
-            + max(min(scratch_bytes, SCRATCH_BYTES), list_bytes)
+            + max(min(scratch_bytes, MAX_SCRATCH_BYTES), list_bytes)
         )
 
-    def find_longest(self, room: float, chunk: int | None, cache: str) -> int:
+    def find_longest(self, available_bytes: float, chunk: int | None, cache: str) -> int:
         """Return the tokens of the longest prompt that fits, or 0; a multiple of `LENGTH_STEP`.
 
         Args:
-            room: available bytes on the GPU, for weights, cache and workspace.
+            available_bytes: available bytes on the GPU, for weights, cache and workspace.
             chunk, cache: as in `estimate_memory`.
         """
 
-        def total_bytes(steps: int) -> float:
-            return self.estimate_memory(LENGTH_STEP * steps, chunk, cache).total
+        def estimate_total_bytes(steps: int) -> float:
+            return self.estimate_memory(LENGTH_STEP * steps, chunk, cache).total_bytes
 
-        return LENGTH_STEP * max(0, bisect_right(range(MAX_STEPS), room, key=total_bytes) - 1)
+        return LENGTH_STEP * max(
+            0, bisect_right(range(MAX_STEPS), available_bytes, key=estimate_total_bytes) - 1
+        )
 
 
 def _describe_call_error(model_type: str, error: Exception) -> str:
@@ -336,7 +347,9 @@ def _describe_call_error(model_type: str, error: Exception) -> str:
 
 
 def _count_cache_layers(model: Any) -> tuple[tuple[int, int | None], ...]:
-    """Return (bytes per cached token, tokens of the window or None), as in `Prompts.layers`.
+    """Return (bytes per cached token, tokens of the window or None) of each layer with a cache.
+
+    The result is that of `MemoryModel.cache_layers`.
 
     Args:
         model: a model on the meta device.
@@ -366,44 +379,49 @@ def _count_prompt_bytes(model: Any, tokens: int) -> LiveBytes:
     return live_bytes
 
 
-def table(prompts: Prompts, room: float, chunk: int) -> str:
+def make_table(memory_model: MemoryModel, available_bytes: float, chunk: int) -> str:
     """Return a Markdown table of the longest prompts that fit, by chunking and kind of cache.
 
     Args:
-        prompts: the sizes of the model.
-        room: available bytes on the GPU.
+        memory_model: the sizes of the model.
+        available_bytes: available bytes on the GPU.
         chunk: tokens per chunk, for prompts that are read in chunks.
     """
     rows = []
     for call_tokens in (None, chunk):
-        for cache in CACHES:
-            length = prompts.find_longest(room, call_tokens, cache)
-            memory = prompts.estimate_memory(length, call_tokens, cache)
+        for cache in CACHE_KINDS:
+            length = memory_model.find_longest(available_bytes, call_tokens, cache)
+            memory = memory_model.estimate_memory(length, call_tokens, cache)
             rows.append(
                 {
                     "prompt": "whole" if call_tokens is None else f"in chunks of {chunk:,}",
                     "cache": cache,
                     "longest prompt, tokens": f"{length:,}",
-                    "KV cache GiB": memory.cache / GIB,
-                    "workspace GiB": memory.workspace / GIB,
-                    "host GiB": memory.host / GIB,
+                    "KV cache GiB": memory.cache_bytes / GIB,
+                    "workspace GiB": memory.workspace_bytes / GIB,
+                    "host GiB": memory.host_bytes / GIB,
                 }
             )
     return markdown_table(rows, list(rows[0]))
 
 
-def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
+def make_report(
+    memory_model: MemoryModel, settings: Settings, max_positions_of_model: int | None
+) -> str:
     """Return the text that the command prints.
 
     Args:
-        prompts: the sizes of the model.
+        memory_model: the sizes of the model.
         settings: options of the command.
-        reach: largest number of positions of the model; None without a limit.
+        max_positions_of_model: largest number of positions of the model; None without a limit.
 
     Raises:
         UsageError: the weights alone do not fit.
     """
-    available_gib, weights_gib = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
+    available_gib, weights_gib = (
+        max(0.0, settings.gpu_gib - CUDA_GIB),
+        memory_model.weight_bytes / GIB,
+    )
     if weights_gib > available_gib:
         raise UsageError(
             f"gpu_gib must be large enough for the weights of {weights_gib:.1f} GiB, got "
@@ -414,18 +432,18 @@ def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     lines = [
         f"Weights in bfloat16: {weights_gib:.2f} GiB of {available_gib:.1f} GiB that tensors may "
         "use.",
-        table(prompts, available_gib * GIB, settings.chunk),
+        make_table(memory_model, available_gib * GIB, settings.chunk),
         FRAGMENTATION_NOTE,
     ]
-    if reach is not None:
-        lines.append(f"The model has {reach:,} positions.")
+    if max_positions_of_model is not None:
+        lines.append(f"The model has {max_positions_of_model:,} positions.")
     return "\n\n".join(lines)
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command with the options ``words``; return the exit status."""
-    settings = read_settings(Settings, words, f"{PROG} fits", __doc__.partition("\n")[0])
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with the options ``arguments``; return the exit status."""
+    settings = read_settings(Settings, arguments, f"{PROG} fits", __doc__.partition("\n")[0])
     config = models.load_config(settings.model, settings.trust_remote_code)
-    prompts = Prompts.of(config, settings.trust_remote_code)
-    print(report(prompts, settings, max_positions(config)))
+    memory_model = MemoryModel.from_config(config, settings.trust_remote_code)
+    print(make_report(memory_model, settings, max_positions(config)))
     return 0

@@ -51,7 +51,7 @@ from typing import Any
 
 import cab_hf
 from cab_hf.eval.experiment import PROG
-from cab_hf.experiment.models import is_built_in, make_folder, refuse_unknown
+from cab_hf.experiment.models import is_built_in_model, make_model_folder, refuse_unknown_model
 from cab_hf.experiment.settings import UsageError
 
 TASKS = Path(__file__).with_name("tasks")
@@ -60,9 +60,9 @@ INCLUDE_OPTION = "--include_path"
 MODEL_NAME = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
 
 
-def main(words: Sequence[str]) -> int:
-    """Run lm_eval with the command-line arguments ``words``; return the exit status."""
-    if list(words) in (["-h"], ["--help"]):
+def main(arguments: Sequence[str]) -> int:
+    """Run lm_eval with the command-line arguments ``arguments``; return the exit status."""
+    if list(arguments) in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     if importlib.util.find_spec("lm_eval") is None:
@@ -72,11 +72,11 @@ def main(words: Sequence[str]) -> int:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 
-    from cab_hf.eval.lm import HFLM, CabLM, watch
+    from cab_hf.eval.lm import HFLM, CabLM, patch_model_class
 
-    watch(HFLM)
+    patch_model_class(HFLM)
     register_model("cab")(CabLM)
-    sys.argv = ["lm_eval", *make_lm_eval_arguments(words)]
+    sys.argv = ["lm_eval", *make_lm_eval_arguments(arguments)]
     cli_evaluate()
     return 0
 
@@ -102,11 +102,11 @@ def report_attention(model: Any) -> dict[str, Any]:
     Raises:
         UsageError: no layer has attended sparsely.
     """
-    from cab_hf.config import SPARSE
+    from cab_hf.config import SPARSE_IMPLEMENTATIONS
     from cab_hf.hf.model_config import cab_config_of
 
     text_config = model.config.get_text_config()
-    if text_config._attn_implementation not in SPARSE:
+    if text_config._attn_implementation not in SPARSE_IMPLEMENTATIONS:
         return {}
     config = cab_config_of(text_config)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
@@ -126,21 +126,21 @@ def report_attention(model: Any) -> dict[str, Any]:
     return fields
 
 
-def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
+def refuse_misspelt(arguments: Iterable[str], known_names: Collection[str]) -> None:
     """Raise an error if an unknown model argument is spelled like a known argument.
 
     Other unknown arguments raise no error, because they may be arguments of transformers.
 
     Args:
         arguments: names of the arguments.
-        known: names that cab_hf and lm_eval accept.
+        known_names: names that cab_hf and lm_eval accept.
 
     Raises:
         UsageError: the message contains both names.
     """
     for name in arguments:
-        similar_names = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if name not in known and similar_names:
+        similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=0.8)
+        if name not in known_names and similar_names:
             raise UsageError(
                 f"model_args must contain known arguments, got {name!r}; did you mean "
                 f"{similar_names[0]!r}?"
@@ -156,7 +156,7 @@ def _insert_folder(match: re.Match) -> str:
         match: a match of `MODEL_NAME`.
     """
     prefix, name = match.groups()
-    if is_built_in(name):
-        return f"{prefix}{make_folder(name)}"
-    refuse_unknown(name)
+    if is_built_in_model(name):
+        return f"{prefix}{make_model_folder(name)}"
+    refuse_unknown_model(name)
     return match[0]

@@ -8,11 +8,11 @@ from statistics import fmean, stdev
 
 from scipy import stats
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 Interval = tuple[float, float, float]  # (estimate, low, high)
 
 
-def wilson(correct: int, n: int) -> tuple[float, float]:
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     """Return Wilson's score interval (low, high) of a proportion (Wilson 1927), within [0, 1].
 
     Unlike the interval of the normal approximation, Wilson's interval is wider than 0 for 0 of n
@@ -20,29 +20,34 @@ def wilson(correct: int, n: int) -> tuple[float, float]:
     """
     if n <= 0 or not 0 <= correct <= n:
         raise ValueError(f"correct must be 0 to n, and n above 0, got correct={correct}, n={n}.")
-    interval = stats.binomtest(correct, n).proportion_ci(LEVEL, method="wilson")
+    interval = stats.binomtest(correct, n).proportion_ci(CONFIDENCE_LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
 
 
-def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
-    """Return the accuracy of ``ours`` minus that of ``base``, with an interval.
+def paired_difference(our_outcomes: Sequence[bool], base_outcomes: Sequence[bool]) -> Interval:
+    """Return the accuracy of ``our_outcomes`` minus that of ``base_outcomes``, with an interval.
 
     The interval is Newcombe's for paired proportions (Newcombe 1998, Statistics in Medicine 17,
     2635-2650, method 10), which combines the two Wilson intervals and the correlation of the
     outcomes. Unlike Wald's interval, Newcombe's is wider than 0 if all paired outcomes agree.
 
     Args:
-        ours, base: outcomes of two methods for the same questions, in the same order.
+        our_outcomes, base_outcomes: outcomes of two methods for the same questions, in the same
+            order.
     """
-    n = len(ours)
-    if n == 0 or n != len(base):
+    n = len(our_outcomes)
+    if n == 0 or n != len(base_outcomes):
         raise ValueError(
-            f"ours and base must have the same length above 0, got {n} and {len(base)}."
+            f"our_outcomes and base_outcomes must have the same length above 0, got {n} and "
+            f"{len(base_outcomes)}."
         )
-    num_right, num_base_right = sum(map(bool, ours)), sum(map(bool, base))
-    num_both_right = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
+    num_right, num_base_right = sum(map(bool, our_outcomes)), sum(map(bool, base_outcomes))
+    num_both_right = sum(bool(a and b) for a, b in zip(our_outcomes, base_outcomes, strict=True))
     p_ours, p_base = num_right / n, num_base_right / n
-    (ours_low, ours_high), (base_low, base_high) = wilson(num_right, n), wilson(num_base_right, n)
+    (ours_low, ours_high), (base_low, base_high) = (
+        wilson_interval(num_right, n),
+        wilson_interval(num_base_right, n),
+    )
     # the determinant of the 2 x 2 table: both right * both wrong - only ours * only base
     determinant = num_both_right * n - num_right * num_base_right
     if determinant > 0:  # the continuity correction of method 10
@@ -62,12 +67,12 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
 
 
 def compare_shares(
-    right: Sequence[bool], pairs: Sequence[tuple[bool, bool]]
+    outcomes: Sequence[bool], pairs: Sequence[tuple[bool, bool]]
 ) -> dict[str, float | int]:
     """Return the share of right answers, and its difference to dense attention, with intervals.
 
     Args:
-        right: for each question, True if the method's answer is right.
+        outcomes: for each question, True if the method's answer is right.
         pairs: (outcome of the method, outcome of dense attention) for each question that both
             answered.
 
@@ -75,8 +80,8 @@ def compare_shares(
         ``n, correct, share, low, high``; if there are pairs also ``delta, delta_low, delta_high``,
         and ``pairs``, the number of pairs.
     """
-    low, high = wilson(sum(right), len(right))
-    fields = {"n": len(right), "correct": sum(right), "share": fmean(right)}
+    low, high = wilson_interval(sum(outcomes), len(outcomes))
+    fields = {"n": len(outcomes), "correct": sum(outcomes), "share": fmean(outcomes)}
     fields |= {"low": low, "high": high}
     if pairs:
         delta, delta_low, delta_high = paired_difference(
@@ -99,14 +104,19 @@ def mean_of_intervals(intervals: Sequence[Interval]) -> Interval:
     return mean, mean - distance_below, mean + distance_above
 
 
-def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:
-    """Return the mean of ``ours[i] - base[i]`` with Student's interval.
+def mean_difference(
+    our_values: Sequence[float], base_values: Sequence[float], level: float = CONFIDENCE_LEVEL
+) -> Interval:
+    """Return the mean of ``our_values[i] - base_values[i]`` with Student's interval.
 
     Args:
-        ours, base: paired values, at least two.
+        our_values, base_values: paired values, at least two.
         level: confidence level of the interval.
     """
-    differences = [our_value - base_value for our_value, base_value in zip(ours, base, strict=True)]
+    differences = [
+        our_value - base_value
+        for our_value, base_value in zip(our_values, base_values, strict=True)
+    ]
     mean, n = fmean(differences), len(differences)
     # scipy's ttest_rel returns NaN for equal differences; here the interval has width 0
     margin = float(stats.t.ppf((1 + level) / 2, n - 1)) * stdev(differences) / math.sqrt(n)

@@ -10,17 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
-NAME, NAME_BEFORE = "cache", "past_key_values"
+CACHE_ARGUMENT, OLD_CACHE_ARGUMENT = "cache", "past_key_values"
 
 
 def get_cache_name(model: Any) -> str:
     """Return the name of the argument of ``model`` for the KV cache."""
-    return NAME if NAME in inspect.signature(model.forward).parameters else NAME_BEFORE
+    return (
+        CACHE_ARGUMENT
+        if CACHE_ARGUMENT in inspect.signature(model.forward).parameters
+        else OLD_CACHE_ARGUMENT
+    )
 
 
 def get_cache(output: Any) -> Any:
     """Return the KV cache in an output of a model."""
-    return output[NAME] if NAME in output else output[NAME_BEFORE]
+    return output[CACHE_ARGUMENT] if CACHE_ARGUMENT in output else output[OLD_CACHE_ARGUMENT]
 
 
 def make_cache_arguments(model: Any, cache: Any) -> dict[str, Any]:

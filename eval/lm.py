@@ -20,12 +20,14 @@ from cab_hf.eval.on_model import refuse_not_finite
 from cab_hf.experiment.models import make_greedy_config
 from cab_hf.patches import apply_cab
 
-FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
+CAB_FIELD_NAMES = {field.name for field in dataclasses.fields(CabConfig)}
 
 
-def constructor_arguments(kind: type) -> set[str]:
+def constructor_arguments(model_class: type) -> set[str]:
     """Return the names of the constructor arguments of a class and its bases."""
-    return {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+    return {
+        name for base in model_class.__mro__ for name in inspect.signature(base.__init__).parameters
+    }
 
 
 class CabLM(HFLM):
@@ -35,18 +37,18 @@ class CabLM(HFLM):
     another way of sampling. Calls for likelihoods get a padding mask, see `_loglikelihood_tokens`.
 
     Attributes:
-        padded: (token ids [B, N], padding mask, bool [B, N]) of the latest batch that lm_eval
+        padded_batch: (token ids [B, N], padding mask, bool [B, N]) of the latest batch that lm_eval
             padded on the right; None before the first batch.
     """
 
-    padded: tuple[Tensor, Tensor] | None = None
+    padded_batch: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
-        chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
-        refuse_misspelt(arguments, FIELDS | constructor_arguments(HFLM))
+        cab_fields = {name: arguments.pop(name) for name in CAB_FIELD_NAMES & arguments.keys()}
+        refuse_misspelt(arguments, CAB_FIELD_NAMES | constructor_arguments(HFLM))
         super().__init__(pretrained, **arguments)
         self.model.generation_config = make_greedy_config(self.model)
-        apply_cab(self.model, **chosen)
+        apply_cab(self.model, **cab_fields)
 
     def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Compute likelihoods as `HFLM` does, but with a padding mask.
@@ -60,7 +62,7 @@ class CabLM(HFLM):
             # compute the lengths first, because the padding function changes the list of rows
             lengths = torch.tensor([row.shape[-1] for row in rows])
             batch = original_pad_and_concat(longest, rows, **kwargs)
-            self.padded = batch, torch.arange(longest) < lengths[:, None]
+            self.padded_batch = batch, torch.arange(longest) < lengths[:, None]
             return batch
 
         huggingface.pad_and_concat = pad_and_concat
@@ -70,7 +72,7 @@ class CabLM(HFLM):
             huggingface.pad_and_concat = original_pad_and_concat
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        batch, padding_mask = self.padded or (None, None)
+        batch, padding_mask = self.padded_batch or (None, None)
         if batch is not inps:
             return super()._model_call(inps, *args, **kwargs)
 
@@ -85,7 +87,7 @@ class CabLM(HFLM):
 
 
 @functools.cache
-def watch(kind: type[HFLM]) -> None:
+def patch_model_class(model_class: type[HFLM]) -> None:
     """Patch a model class of lm_eval so that results include density and config of CAB.
 
     ``get_model_info`` then also returns the fields of `report_attention`. lm_eval calls it after
@@ -93,9 +95,9 @@ def watch(kind: type[HFLM]) -> None:
     is not finite.
     """
     original_init, original_model_info, original_detect = (
-        kind.__init__,
-        kind.get_model_info,
-        kind._detect_batch_size,
+        model_class.__init__,
+        model_class.get_model_info,
+        model_class._detect_batch_size,
     )
 
     @functools.wraps(original_init)
@@ -128,12 +130,15 @@ def watch(kind: type[HFLM]) -> None:
         """Wrap ``method`` so that it also records that the model was called."""
 
         @functools.wraps(method)
-        def wrapped(self: HFLM, *args: Any, **kwargs: Any) -> Any:
+        def recording_method(self: HFLM, *args: Any, **kwargs: Any) -> Any:
             self.cab_was_asked = True
             return method(self, *args, **kwargs)
 
-        return wrapped
+        return recording_method
 
-    request_methods = record_calls(kind._model_call), record_calls(kind._model_generate)
+    request_methods = (
+        record_calls(model_class._model_call),
+        record_calls(model_class._model_generate),
+    )
     for function in (__init__, get_model_info, _detect_batch_size, *request_methods):
-        setattr(kind, function.__name__, function)
+        setattr(model_class, function.__name__, function)

@@ -22,15 +22,23 @@ from tqdm import tqdm
 
 from cab_hf.config import CabConfig
 from cab_hf.data.needles import Tokens
-from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
-from cab_hf.eval.methods import METHODS, Cell, Method, Realised, layers_of, realised_on
+from cab_hf.eval.experiment import PROG, SAMPLES_FILE, Row, run
+from cab_hf.eval.methods import (
+    METHODS,
+    Cell,
+    ConfigMeasure,
+    Method,
+    count_layers,
+    make_density_measure,
+)
 from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.speed.timing import is_out_of_memory, summarise_error
 from cab_hf.experiment.log import Log, convert_through_json, file_exists, read_log, require_identity
 from cab_hf.experiment.settings import flag, option, read_settings, require
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
-MATCH = "match"  # the budget that is the measured density or time of another method, usually CAB
+# the budget that is the measured density or time of another method, usually CAB
+MATCH_BUDGET = "match"
 
 
 @dataclass(frozen=True)
@@ -57,37 +65,37 @@ class LongRunSettings(OnModelSettings):
         for method in self.methods:
             require(
                 settings=self,
-                name="methods",
+                field_name="methods",
                 condition=method in METHODS,
-                expected=f"one or more of {', '.join(METHODS)}",
+                requirement=f"one or more of {', '.join(METHODS)}",
                 value=method,
             )
         require(self, "methods", self.methods, "at least one name")
 
-    def check_match(self, name: str, match: str, is_available: bool) -> None:
+    def check_match(self, setting_name: str, match: str, is_available: bool) -> None:
         """Raise an error if baselines should have the density of a method that is not measured.
 
         Args:
-            name: the setting that the message names.
+            setting_name: the setting that the message names.
             match: name of the method whose density baselines should have.
-            is_available: True if the run measures this method, or if no budget is `MATCH`.
+            is_available: True if the run measures this method, or if no budget is `MATCH_BUDGET`.
         """
-        matched_methods = [method for method in self.methods if METHODS[method].matched]
-        accepted = (
+        matched_methods = [method for method in self.methods if METHODS[method].is_budget_matched]
+        requirement = (
             f"a density such as 0.2, because {', '.join(matched_methods)} would match the "
             "density of "
             f"{match}, which is not among the methods"
         )
-        require(self, name, is_available or not matched_methods, accepted)
+        require(self, setting_name, is_available or not matched_methods, requirement)
 
 
 @lru_cache(maxsize=1)
-def fitted(kind: type[Method], cell: Cell) -> Method:
-    """Return a method of class ``kind`` whose parameters realise the budget of ``cell``.
+def fit_to_cell(method_class: type[Method], cell: Cell) -> Method:
+    """Return a method of class ``method_class`` whose parameters realise the budget of ``cell``.
 
     Only the latest result is cached.
     """
-    return kind.fit(cell)
+    return method_class.fit(cell)
 
 
 class LongRun(OnModel):
@@ -98,27 +106,29 @@ class LongRun(OnModel):
     later run measures the case again.
 
     Attributes:
-        CELL: names of the fields of a case that identify a cell.
-        FITTED: name of the field with the budget of a cell, a density or a time.
+        CELL_FIELDS: names of the fields of a case that identify a cell.
+        BUDGET_FIELD: name of the field with the budget of a cell, a density or a time.
     """
 
-    FAILED = "error"
-    CELL: ClassVar[tuple[str, ...]]
-    FITTED: ClassVar[str]
+    ERROR_FIELD = "error"
+    CELL_FIELDS: ClassVar[tuple[str, ...]]
+    BUDGET_FIELD: ClassVar[str]
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        self.realised_on = cache(lambda key: realised_on(self.model, self.typical(key)))
+        self.get_density_measure = cache(
+            lambda key: make_density_measure(self.model, self.fitting_tokens(key))
+        )
 
     @abstractmethod
-    def planned(self) -> Iterator[dict[str, Any]]:
-        """Yield all cases in order, without the budget (`FITTED`)."""
+    def planned_cases(self) -> Iterator[dict[str, Any]]:
+        """Yield all cases in order, without the budget (`BUDGET_FIELD`)."""
 
     @abstractmethod
-    def waits(self, case: Mapping[str, Any]) -> bool:
+    def needs_other_samples(self, case: Mapping[str, Any]) -> bool:
         """Return True if the budget of a case follows from samples of other cases."""
 
-    def alone(self, case: Mapping[str, Any]) -> bool:
+    def must_run_alone(self, case: Mapping[str, Any]) -> bool:
         """Return True if only the run without ``--shard`` may measure the case.
 
         Such a case is timed or fitted to a time, and other processes on the device would change
@@ -127,7 +137,7 @@ class LongRun(OnModel):
         return False
 
     @abstractmethod
-    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
+    def find_budget(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
         """Return the budget of the cell of a case, a density or a time.
 
         Returns None if the method has no budget, or if ``samples`` lack the samples from which the
@@ -135,64 +145,64 @@ class LongRun(OnModel):
         """
 
     @abstractmethod
-    def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+    def question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the key of the question of a case; one shard measures all cases of a question."""
 
     @abstractmethod
-    def typical(self, text_key: tuple[Any, ...]) -> Tokens:
+    def fitting_tokens(self, text_key: tuple[Any, ...]) -> Tokens:
         """Return the tokens on which density and time are measured when methods are fitted.
 
         Args:
             text_key: the fields of a case that identify the text.
         """
 
-    def fit(
+    def fit_method(
         self,
-        kind: type[Method],
+        method_class: type[Method],
         config: CabConfig,
         case: Mapping[str, Any],
         text_key: tuple[Any, ...],
-        took: Realised | None = None,
+        measure_time_ms: ConfigMeasure | None = None,
     ) -> Method:
         """Return a method whose parameters realise the budget of a case.
 
         Args:
-            kind: class of the method.
+            method_class: class of the method.
             config: CAB's config, as in `Cell`.
-            case: a case with the field `FITTED`, which contains the budget.
+            case: a case with the field `BUDGET_FIELD`, which contains the budget.
             text_key: the fields that identify the text on which the method is fitted.
-            took: as in `Cell`.
+            measure_time_ms: as in `Cell`.
         """
         cell = Cell(
             config=config,
-            budget=case[self.FITTED],
+            budget=case[self.BUDGET_FIELD],
             length=case["length"],
             device=self.settings.device,
-            realised=self.realised_on(text_key),
-            layers=layers_of(self.model),
-            took=took,
+            measure_density=self.get_density_measure(text_key),
+            num_layers=count_layers(self.model),
+            measure_time_ms=measure_time_ms,
         )
-        return fitted(kind, cell)
+        return fit_to_cell(method_class, cell)
 
-    def expected(self) -> int:
-        return sum(1 for _ in self.planned())
+    def num_expected_cases(self) -> int:
+        return sum(1 for _ in self.planned_cases())
 
     def cases(
-        self, samples: Sequence[Row], planned: Iterable[dict[str, Any]] | None = None
+        self, samples: Sequence[Row], planned_cases: Iterable[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, Any]]:
         budget_by_cell: dict[tuple, Any] = {}
-        for case in self.planned() if planned is None else planned:
-            cell = tuple(case[name] for name in self.CELL)
+        for case in self.planned_cases() if planned_cases is None else planned_cases:
+            cell = tuple(case[name] for name in self.CELL_FIELDS)
             if cell not in budget_by_cell:
-                budget_by_cell[cell] = self.fitted(case, samples)
-            yield {**case, self.FITTED: budget_by_cell[cell]}
+                budget_by_cell[cell] = self.find_budget(case, samples)
+            yield {**case, self.BUDGET_FIELD: budget_by_cell[cell]}
 
     @classmethod
-    def main(cls, words: Sequence[str]) -> int:
-        experiment = cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose))
-        experiment.check()
-        samples = experiment.found()
-        num_missing = len(experiment.missing(samples))
+    def main(cls, arguments: Sequence[str]) -> int:
+        experiment = cls(read_settings(cls.Settings, arguments, f"{PROG} {cls.name}", cls.purpose))
+        experiment.check_settings()
+        samples = experiment.logged_samples()
+        num_missing = len(experiment.missing_cases(samples))
         measured_note = f" ({len(samples):,} are measured)" if samples else ""
         message = (
             f"{num_missing:,} cases{measured_note}" if num_missing else "nothing is left to measure"
@@ -206,15 +216,15 @@ class LongRun(OnModel):
             run(experiment)
         return 0
 
-    def recorded(self) -> dict[str, Any]:
-        settings = super().recorded()
+    def recorded_settings(self) -> dict[str, Any]:
+        settings = super().recorded_settings()
         return {name: settings[name] for name in settings if name not in ("dry_run", "shard")}
 
-    def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        if self.waits(case) and case[self.FITTED] is None:
-            return {**case, self.FAILED: "the density to match could not be measured"}
+    def measure_sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        if self.needs_other_samples(case) and case[self.BUDGET_FIELD] is None:
+            return {**case, self.ERROR_FIELD: "the density to match could not be measured"}
         try:
-            return super().sample(case)
+            return super().measure_sample(case)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -223,38 +233,41 @@ class LongRun(OnModel):
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return {**case, self.FAILED: reason}
+        return {**case, self.ERROR_FIELD: reason}
 
-    def found(self) -> list[Row]:
+    def logged_samples(self) -> list[Row]:
         """Return the samples without errors in the logs of the run and of all its shards.
 
         Raises:
             LogError: a log belongs to a run with other settings.
         """
-        identity, path = convert_through_json(self.identity()), Path(self.settings.out) / SAMPLES
+        identity, path = (
+            convert_through_json(self.identity()),
+            Path(self.settings.out) / SAMPLES_FILE,
+        )
         samples = []
         for log_path in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
             header, records = read_log(
                 log_path,
-                key=self.CASE,
-                added=self.ADDED,
-                failed=self.FAILED,
-                fields_of=self.fields_of,
+                key_fields=self.CASE_FIELDS,
+                added_defaults=self.ADDED_DEFAULTS,
+                error_field=self.ERROR_FIELD,
+                required_fields=self.required_fields,
             )
             require_identity(log_path, header, identity)
-            samples += [record for record in records if record.get(self.FAILED) is None]
+            samples += [record for record in records if record.get(self.ERROR_FIELD) is None]
         return samples
 
-    def missing(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+    def missing_cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the planned cases without a sample."""
 
         def case_key(case: Mapping[str, Any]) -> tuple[Any, ...]:
-            return tuple(case[name] for name in self.CASE)
+            return tuple(case[name] for name in self.CASE_FIELDS)
 
         measured_keys = set(map(case_key, samples))
-        return [case for case in self.planned() if case_key(case) not in measured_keys]
+        return [case for case in self.planned_cases() if case_key(case) not in measured_keys]
 
-    def share(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+    def shard_cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the cases that this process should measure.
 
         These are the cases of its shard without a sample. Cases whose budget follows from other
@@ -265,11 +278,15 @@ class LongRun(OnModel):
         """
         shard, num_shards = map(int, self.settings.shard.split("/"))
         # divide all questions, also measured ones, so that every process computes the same shards
-        questions = dict.fromkeys(map(self.question, self.planned()))
+        questions = dict.fromkeys(map(self.question_key, self.planned_cases()))
         shard_questions = set(list(questions)[shard - 1 :: num_shards])
-        missing_cases = [case for case in self.missing(samples) if not self.alone(case)]
-        ready_cases = [case for case in missing_cases if not self.waits(case)] or missing_cases
-        return [case for case in ready_cases if self.question(case) in shard_questions]
+        missing_cases = [
+            case for case in self.missing_cases(samples) if not self.must_run_alone(case)
+        ]
+        ready_cases = [
+            case for case in missing_cases if not self.needs_other_samples(case)
+        ] or missing_cases
+        return [case for case in ready_cases if self.question_key(case) in shard_questions]
 
     def measure_shard(self, samples: Sequence[Row]) -> None:
         """Measure the missing cases of this process's shard.
@@ -279,15 +296,15 @@ class LongRun(OnModel):
         """
         shard, num_shards = self.settings.shard.split("/")
         path = Path(self.settings.out) / SHARD_LOG.format(shard, num_shards)
-        cases = self.share(samples)
-        with self.log(path) as log:
+        cases = self.shard_cases(samples)
+        with self.open_log(path) as log:
             for case in tqdm(self.cases(samples, cases), "shard", len(cases), unit="case"):
-                log.append(self.sample(case))
+                log.append(self.measure_sample(case))
 
     def measure_missing(self, log: Log) -> bool:
         num_logged = len(log.records)
         for path in self._shard_logs():
-            with self.log(path) as shard_log:
+            with self.open_log(path) as shard_log:
                 for sample in shard_log.records:
                     log.append(sample)
             path.unlink()

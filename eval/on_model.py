@@ -23,9 +23,9 @@ from cab_hf.eval.methods import Method
 from cab_hf.experiment.markdown import escape_markdown
 from cab_hf.experiment.models import (
     SMOLLM2,
-    TRAINED_FOLDER,
+    TRAINED_MODEL_FOLDER,
     content_sha256,
-    is_local,
+    is_local_model,
     load_config,
     load_model,
     load_tokenizer,
@@ -77,20 +77,19 @@ class OnModelSettings:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         computing_device(device)
         object.__setattr__(self, "device", device)
-        fill_by_device(self, self.on_cpu)
+        fill_by_device(self, self.is_on_cpu)
         require(self, "dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         require(self, "model", self.model, "the name or path of a causal LM")
 
     @property
-    def on_cpu(self) -> bool:
+    def is_on_cpu(self) -> bool:
         return torch.device(self.device).type == "cpu"
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """The fields of `CabConfig` in ``--cab``; without ``--cab``, `SMALL_BLOCK_FIELDS` on a "
-        "CPU, or none."""
+        """The fields of `CabConfig` in ``--cab``; the default is `SMALL_BLOCK_FIELDS` on a CPU."""
         if not self.cab:
-            return dict(SMALL_BLOCK_FIELDS) if self.on_cpu else {}
+            return dict(SMALL_BLOCK_FIELDS) if self.is_on_cpu else {}
         return dict(map(parse_assignment, self.cab))
 
 
@@ -98,11 +97,11 @@ class OnModel(Experiment):
     """The base class of experiments with `OnModelSettings`.
 
     Attributes:
-        WRITTEN: number of tokens that the model generates after a prompt, for which the model needs
-            positions.
+        MAX_NEW_TOKENS: largest number of tokens that the model generates after a prompt, for which
+            the model needs positions.
     """
 
-    WRITTEN: ClassVar[int] = 0
+    MAX_NEW_TOKENS: ClassVar[int] = 0
 
     @cached_property
     def model(self) -> Any:
@@ -118,14 +117,14 @@ class OnModel(Experiment):
         return load_tokenizer(self.settings.model, self.settings.trust_remote_code)
 
     @cached_property
-    def content(self) -> str:
+    def model_sha256(self) -> str:
         """The SHA-256 of the content of the model's files, without their folder."""
-        if not is_local(self.settings.model):
+        if not is_local_model(self.settings.model):
             # load the model before hashing, so that both read the same version from the hub
             _ = self.model
         return content_sha256(self.settings.model)
 
-    def running(self) -> dict[str, Sequence[str]]:
+    def sentences_by_file(self) -> dict[str, Sequence[str]]:
         """Return file name -> sentences, for each text file of the settings.
 
         The provenance names lengths for which sentences of a file are repeated.
@@ -135,7 +134,7 @@ class OnModel(Experiment):
     def provenance(self, started: str) -> dict[str, Any]:
         record, lengths = super().provenance(started), sorted(self.settings.lengths)
         repetition_notes = []
-        for name, sentences in self.running().items():
+        for name, sentences in self.sentences_by_file().items():
             num_tokens = count_tokens(self.tokenizer, sentences, lengths[-1])
             longer_lengths = [f"{length:,}" for length in lengths if length > num_tokens]
             if longer_lengths:
@@ -145,23 +144,25 @@ class OnModel(Experiment):
                 )
         return {**record, "repeated": repetition_notes} if repetition_notes else record
 
-    def measure_with(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Call ``read`` while ``method`` is active, and return its result with three more fields.
+    def measure_with(
+        self, method: Method, call_model: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Call ``call_model`` while ``method`` is active; return its result and three fields.
 
         Args:
             method: the method that replaces the model's attention during the call.
-            read: function that calls the model and returns measured fields.
+            call_model: function that calls the model and returns measured fields.
 
         Returns:
-            The fields of ``read``.
+            The fields of ``call_model``.
             ``density``: mean over all layers, with 1 for layers that attend densely.
             ``sparse_density``: mean over layers that do not attend densely; None without such
             layers.
             ``seconds``: duration of the call.
         """
-        with refusing("model"), method.applied(self.model) as read_densities:
+        with convert_value_errors("model"), method.apply_to(self.model) as read_densities:
             started = time.perf_counter()
-            result = read()
+            result = call_model()
             seconds = time.perf_counter() - started
             layer_densities = read_densities()
         sparse_densities = [density for density in layer_densities if density is not None]
@@ -172,12 +173,15 @@ class OnModel(Experiment):
             "seconds": round(seconds, 3),
         }
 
-    def check(self) -> None:
-        """Raise an error if the longest prompt and `WRITTEN` exceed the positions of the model."""
-        require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
+    def check_settings(self) -> None:
+        """Raise an error if the model has too few positions for the longest prompt.
 
-    def recorded(self) -> dict[str, Any]:
-        recorded_settings, model_name = super().recorded(), self.settings.model
+        `MAX_NEW_TOKENS` positions are reserved for generated tokens.
+        """
+        require_positions(self.settings, "lengths", max(self.settings.lengths), self.MAX_NEW_TOKENS)
+
+    def recorded_settings(self) -> dict[str, Any]:
+        recorded_settings, model_name = super().recorded_settings(), self.settings.model
         recorded_settings["model"] = (
             _get_folder_name(Path(model_name)) if Path(model_name).exists() else model_name
         )
@@ -187,36 +191,45 @@ class OnModel(Experiment):
         return (
             recorded_settings
             if model_name == SMOLLM2
-            else {**recorded_settings, "model_sha256": self.content}
+            else {**recorded_settings, "model_sha256": self.model_sha256}
         )
 
 
-def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:
+def require_positions(
+    settings: OnModelSettings,
+    setting_name: str,
+    num_prompt_tokens: int,
+    num_generated_tokens: int = 0,
+) -> None:
     """Raise an error if prompt plus generated tokens exceed the model's number of positions.
 
     Args:
         settings: settings that name the model.
-        name: name of the setting with the length of the prompt, for the error message.
-        tokens: tokens of the prompt.
-        written: tokens that are generated after the prompt.
+        setting_name: name of the setting with the length of the prompt, for the error message.
+        num_prompt_tokens: tokens of the prompt.
+        num_generated_tokens: tokens that are generated after the prompt.
     """
-    max_tokens = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code), written)
-    if max_tokens is not None and tokens > max_tokens:
-        reserved_note = f" minus {written} generated tokens" if written else ""
+    max_tokens = max_prompt_tokens(
+        load_config(settings.model, settings.trust_remote_code), num_generated_tokens
+    )
+    if max_tokens is not None and num_prompt_tokens > max_tokens:
+        reserved_note = (
+            f" minus {num_generated_tokens} generated tokens" if num_generated_tokens else ""
+        )
         raise UsageError(
-            f"{name} must be at most {max_tokens}, the positions of model "
+            f"{setting_name} must be at most {max_tokens}, the positions of model "
             f"{settings.model!r}{reserved_note}, "
-            f"got {tokens}."
+            f"got {num_prompt_tokens}."
         )
 
 
 def _get_folder_name(folder: Path) -> str:
     """Return the name of a model's folder.
 
-    Training runs write models to a subfolder `TRAINED_FOLDER`, for which the parent's name is
+    Training runs write models to a subfolder `TRAINED_MODEL_FOLDER`, for which the parent's name is
     returned.
     """
-    return folder.resolve().parent.name if folder.name == TRAINED_FOLDER else folder.name
+    return folder.resolve().parent.name if folder.name == TRAINED_MODEL_FOLDER else folder.name
 
 
 def average_sparse_density(samples: Sequence[Row]) -> float | None:
@@ -234,20 +247,20 @@ def refuse_not_finite(model: nn.Module) -> None:
     """Register a hook on ``model`` that raises a UsageError if a logit is not finite."""
 
     def check_logits(model: Any, _: Any, output: Any) -> None:
-        with refusing("model"):
+        with convert_value_errors("model"):
             require_finite(output.logits, model.config.get_text_config()._attn_implementation)
 
     model.register_forward_hook(check_logits)
 
 
 @contextmanager
-def refusing(name: str) -> Iterator[None]:
+def convert_value_errors(setting_name: str) -> Iterator[None]:
     """Convert errors about unusable arguments inside the block to a UsageError.
 
     Only a ValueError or NotImplementedError that a raise statement of cab_hf raised is converted.
 
     Args:
-        name: name of the setting that caused the error, with which the message begins.
+        setting_name: name of the setting that caused the error, with which the message begins.
     """
     try:
         yield
@@ -256,7 +269,7 @@ def refusing(name: str) -> Iterator[None]:
     except (NotImplementedError, ValueError) as error:
         if not _raised_by_cab_hf(error):
             raise
-        raise UsageError(f"{name}: {error}") from error
+        raise UsageError(f"{setting_name}: {error}") from error
 
 
 def _raised_by_cab_hf(error: BaseException) -> bool:

@@ -21,9 +21,9 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from cab_hf.eval import experiment
-from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
-from cab_hf.eval.readme import heading, in_order
-from cab_hf.eval.result_folders import Results, read_results, source
+from cab_hf.eval.experiment import FIGURE_FILE, PROG, RESULTS_FILE
+from cab_hf.eval.readme import format_heading, sort_by_experiment
+from cab_hf.eval.result_folders import Results, describe_source, read_results
 from cab_hf.experiment.log import convert_write_errors, file_exists, write_atomically
 from cab_hf.experiment.settings import (
     UsageError,
@@ -34,8 +34,8 @@ from cab_hf.experiment.settings import (
     read_settings,
 )
 
-PAGE = "index.html"
-PNG = b"\x89PNG\r\n\x1a\n"
+PAGE_FILE = "index.html"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Settings:
     out: str = option("report", "folder for the page")
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command with the options ``words``; return the exit status."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with the options ``arguments``; return the exit status."""
     purpose = "write one HTML page of result folders, which needs no network"
-    settings = read_settings(Settings, words, f"{PROG} report", purpose)
+    settings = read_settings(Settings, arguments, f"{PROG} report", purpose)
     results = read_folders(list(map(Path, settings.folders)))
     out = Path(settings.out)
-    html = page(results)
+    html = render_page(results)
     with convert_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / PAGE, html)
-    print(f"report: {out / PAGE}")
+        write_atomically(out / PAGE_FILE, html)
+    print(f"report: {out / PAGE_FILE}")
     return 0
 
 
@@ -71,10 +71,10 @@ def read_folders(paths: Sequence[Path]) -> list[Results]:
     Raises:
         UsageError: there are no folders, or a folder contains no results.
     """
-    by_resolved_path = {
+    folder_by_resolved_path = {
         folder.resolve(): folder for path in paths for folder in _list_folders(path)
     }
-    folders = by_resolved_path.values()
+    folders = folder_by_resolved_path.values()
     if not folders:
         raise UsageError(
             "folders must be result folders, got none. Give some, such as eval/results."
@@ -84,7 +84,7 @@ def read_folders(paths: Sequence[Path]) -> list[Results]:
         with convert_errors(partial(_describe_refusal, folder)):
             results.append(read_results(folder))
     name_counts = Counter(result.name for result in results)
-    return in_order(
+    return sort_by_experiment(
         replace(result, name=str(result.folder)) if name_counts[result.name] > 1 else result
         for result in results
     )
@@ -92,7 +92,7 @@ def read_folders(paths: Sequence[Path]) -> list[Results]:
 
 def _list_folders(folder: Path) -> list[Path]:
     """Return the subfolders of ``folder``; ``[folder]`` if it has results or no subfolders."""
-    if file_exists(folder / RESULTS) or not folder.is_dir():
+    if file_exists(folder / RESULTS_FILE) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 
@@ -106,7 +106,7 @@ def _describe_refusal(folder: Path, error: Exception) -> str:
     return f"{folder} cannot be shown: {prefix}{first_line(error)}."
 
 
-def page(results: Sequence[Results]) -> str:
+def render_page(results: Sequence[Results]) -> str:
     """Return an HTML page with the tables and sentences of ``results``.
 
     Raises:
@@ -131,25 +131,28 @@ def page(results: Sequence[Results]) -> str:
 
 def _make_section(result: Results) -> dict[str, Any]:
     """Return the variables with which `page.html` renders the section of a result folder."""
-    experiment_class, provenance = result.kind, result.provenance
+    experiment_class, provenance = result.experiment_class, result.provenance
     (_, first_table), *other_tables = experiment_class.tables(result.rows).items()
     origin_sentences = [
         f"{experiment.describe_run(provenance)}.",
-        *experiment.configs(provenance["settings"]),
+        *experiment.describe_configs(provenance["settings"]),
     ]
-    figure = (result.folder / FIGURE).read_bytes()
-    if not figure.startswith(PNG):
-        raise ValueError(f"{FIGURE} is no PNG")
+    figure = (result.folder / FIGURE_FILE).read_bytes()
+    if not figure.startswith(PNG_SIGNATURE):
+        raise ValueError(f"{FIGURE_FILE} is no PNG")
     return {
         "name": result.name,
-        "kind": experiment_class,
+        "experiment_class": experiment_class,
         "anchor": re.sub(r"[^\w.-]+", "-", result.name),
-        "heading": heading(result),
-        "source": source([result]),
+        "heading": format_heading(result),
+        "source": describe_source([result]),
         "table": first_table,
-        "sentences": [*experiment_class.readings(result.rows), *provenance.get("repeated", ())],
+        "sentences": [
+            *experiment_class.summary_sentences(result.rows),
+            *provenance.get("repeated", ()),
+        ],
         "figure": base64.b64encode(figure).decode(),
-        "command": experiment.command(experiment_class, provenance["settings"]),
+        "command": experiment.format_command(experiment_class, provenance["settings"]),
         "folded": {
             **dict(other_tables),
             **experiment.make_failed_table(provenance),

@@ -16,33 +16,33 @@ from statistics import geometric_mean, median
 from pandas import DataFrame, Series
 
 from cab_hf.data.tasks import TASKS
-from cab_hf.eval.experiment import Row, find_changed_fields, is_earlier
+from cab_hf.eval.experiment import Row, find_changed_fields, is_from_earlier_version
 from cab_hf.eval.frames import (
-    add_fastest,
+    add_fastest_dense,
     add_seconds,
-    bold,
-    both,
+    concatenate_rows,
+    format_column,
+    format_intervals,
+    format_pairs,
     get_only_row,
-    in_order,
-    interval,
+    get_setting,
+    make_bold,
+    make_table,
     merge_methods,
-    rows_of,
-    setting,
-    show,
-    text,
+    sort_by_label,
 )
-from cab_hf.eval.intervals import wilson
-from cab_hf.eval.report import as_markdown, digits, percent
+from cab_hf.eval.intervals import wilson_interval
+from cab_hf.eval.report import as_markdown, format_digits, format_percent
 from cab_hf.eval.result_folders import (
     Results,
+    describe_source,
     read_all_results,
     read_results,
-    source,
     uses_default_config,
 )
 from cab_hf.experiment.log import file_exists, read_log
-from cab_hf.finetune.curve import STEP
-from cab_hf.selection.reference import THRESHOLD_KEYS
+from cab_hf.finetune.curve import STEP_RECORD_KIND
+from cab_hf.selection.reference import MAX_KEYS_AT_FULL_THRESHOLD
 
 # NAME in a marker -> function from the folder of all results to the Markdown text after the marker
 TABLES: dict[str, Callable[[Path], str]] = {}
@@ -53,8 +53,8 @@ TRAINING_LOG = Path("alone", "log.jsonl")
 WARM_UP_STEPS = 3  # first steps of a training run, which include compilation
 
 
-def table(
-    folders: Iterable[str] = (), find: Callable[[Path], list[Results]] | None = None
+def register_table(
+    folders: Iterable[str] = (), find_results: Callable[[Path], list[Results]] | None = None
 ) -> Callable:
     """Return a decorator that registers a function from rows to a table in `TABLES`.
 
@@ -62,33 +62,40 @@ def table(
 
     Args:
         folders: names of the result folders whose rows the function receives.
-        find: function from the folder of all results to the results whose rows the function
+        find_results: function from the folder of all results to the results whose rows the function
             receives; None: the results in ``folders``.
     """
 
-    def register(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
-        @wraps(make)
-        def write(results: Path) -> str:
-            runs = find(results) if find else [read_results(results / name) for name in folders]
-            markdown = as_markdown(make(rows_of(runs)))
-            return f"{markdown}\n\n{source(runs)} Source: [eval/results](eval/results/README.md)."
+    def register(write_table: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
+        @wraps(write_table)
+        def write_markdown(results: Path) -> str:
+            runs = (
+                find_results(results)
+                if find_results
+                else [read_results(results / name) for name in folders]
+            )
+            markdown = as_markdown(write_table(concatenate_rows(runs)))
+            origin = f"{describe_source(runs)} Source: [eval/results](eval/results/README.md)."
+            return f"{markdown}\n\n{origin}"
 
-        TABLES[make.__name__] = write
-        return make
+        TABLES[write_table.__name__] = write_markdown
+        return write_table
 
     return register
 
 
-def sentence(folder: str) -> Callable:
+def register_sentence(folder: str) -> Callable:
     """Return a decorator that registers a function from rows to a sentence in `TABLES`.
 
     Args:
         folder: name of the result folder whose rows the function receives.
     """
 
-    def register(make: Callable[[DataFrame], str]) -> Callable[[DataFrame], str]:
-        TABLES[make.__name__] = lambda results: make(rows_of([read_results(results / folder)]))
-        return make
+    def register(write_sentence: Callable[[DataFrame], str]) -> Callable[[DataFrame], str]:
+        TABLES[write_sentence.__name__] = lambda results: write_sentence(
+            concatenate_rows([read_results(results / folder)])
+        )
+        return write_sentence
 
     return register
 
@@ -133,12 +140,12 @@ def average_texts(rows: DataFrame) -> DataFrame:
         lambda row: row["run"]["settings"]["cab_configs"].get(row["method"], {}), axis=1
     )
     # the method "cab" has the earlier default config in some runs: separate their rows
-    rows = rows.assign(config=configs, is_earlier=configs.map(is_earlier))
+    rows = rows.assign(config=configs, is_earlier=configs.map(is_from_earlier_version))
     groups = rows.groupby(["length", "method", "is_earlier"], sort=False)
     mean_rows = groups.mean(numeric_only=True).assign(config=groups["config"].first()).reset_index()
     mean_rows["setting"] = mean_rows.apply(_describe_setting, axis=1)
     mean_rows["threshold"] = mean_rows["config"].map(lambda config: config.get("mass_threshold"))
-    mean_rows["threshold"] *= (THRESHOLD_KEYS / mean_rows["length"]).clip(upper=1)
+    mean_rows["threshold"] *= (MAX_KEYS_AT_FULL_THRESHOLD / mean_rows["length"]).clip(upper=1)
     return mean_rows.sort_values("length", kind="stable")
 
 
@@ -159,32 +166,32 @@ def _describe_setting(row: Series) -> str:
 
 
 # each row shows speed and quality of the same run
-@table(DEFAULT_FOLDERS)
+@register_table(DEFAULT_FOLDERS)
 def default(rows: DataFrame) -> DataFrame:
     rows = average_texts(rows)
     rows["attention_ms"] = rows["predict_ms"] + rows["attend_ms"]
     rows["gain"] = 1 / rows["over_dense"]
     names = "length setting threshold density attention_ms gain continuation.kl"
-    return show(rows, f"{names} asked.share recall.share recall_border.share")
+    return make_table(rows, f"{names} asked.share recall.share recall_border.share")
 
 
 def _make_front_table(rows: DataFrame) -> DataFrame:
     """Return a table of density, time and quality for rows of `average_texts`."""
     names = "length setting density predict_ms attend_ms continuation.kl"
-    return show(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
+    return make_table(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
 
 
-@table(FRONT_FOLDERS)
+@register_table(FRONT_FOLDERS)
 def front(rows: DataFrame) -> DataFrame:
     return _make_front_table(average_texts(rows))
 
 
-@table(["fidelity-front-d128"])
+@register_table(["fidelity-front-d128"])
 def front_of_wide_heads(rows: DataFrame) -> DataFrame:
     return _make_front_table(average_texts(rows))
 
 
-@table(FRONT_FOLDERS)
+@register_table(FRONT_FOLDERS)
 def choices(rows: DataFrame) -> DataFrame:
     rows = average_texts(rows)
     return _make_front_table(
@@ -192,10 +199,10 @@ def choices(rows: DataFrame) -> DataFrame:
     )
 
 
-@sentence("fidelity-cascade-32k")
+@register_sentence("fidelity-cascade-32k")
 def noise(rows: DataFrame) -> str:
     row = get_only_row(average_texts(rows), method="full")
-    return f"Two exact kernels differ by a KL of {digits(row['continuation.kl'])}."
+    return f"Two exact kernels differ by a KL of {format_digits(row['continuation.kl'])}."
 
 
 def _find_default_runs(results: Path) -> list[Results]:
@@ -208,21 +215,21 @@ def _find_default_runs(results: Path) -> list[Results]:
     ]
 
 
-@table(find=_find_default_runs)
+@register_table(find_results=_find_default_runs)
 def models(rows: DataFrame) -> DataFrame:
     # models of the same name may have different weights
-    weight_hashes = setting(rows, "model_sha256").fillna("")
-    rows = rows.assign(model=setting(rows, "model"), weights=weight_hashes)
+    weight_hashes = get_setting(rows, "model_sha256").fillna("")
+    rows = rows.assign(model=get_setting(rows, "model"), weights=weight_hashes)
     rows = rows.sort_values(["model", "length"], kind="stable")
     key_columns = ["model", "weights", "length"]
     num_texts = rows[rows["method"] == "cab"].groupby(key_columns)["text"].nunique().rename("texts")
     rows = merge_methods(rows, "cab", "method", key_columns).merge(
         num_texts.reset_index(), on=key_columns
     )
-    rows["kl"] = both(rows, "continuation.kl", "full.continuation.kl", digits)
+    rows["kl"] = format_pairs(rows, "continuation.kl", "full.continuation.kl", format_digits)
     names = "model length texts density over_dense kl"
     names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
-    return show(rows, names, kl="KL (noise)")
+    return make_table(rows, names, kl="KL (noise)")
 
 
 def add_task_mean(rows: DataFrame) -> DataFrame:
@@ -236,7 +243,7 @@ def add_task_mean(rows: DataFrame) -> DataFrame:
     return rows
 
 
-@table(["fidelity-tasks-32k"])
+@register_table(["fidelity-tasks-32k"])
 def equal_time(rows: DataFrame) -> DataFrame:
     label_by_method = {
         "cab": "CAB (earlier default)",
@@ -245,17 +252,17 @@ def equal_time(rows: DataFrame) -> DataFrame:
         "vertical_slash": "vertical-slash (MInference)",
         "xattention_fitted": "XAttention",
     }
-    rows = in_order(add_task_mean(rows), "method", label_by_method)
+    rows = sort_by_label(add_task_mean(rows), "method", label_by_method)
     names = "label density over_dense mean tasks.delta"
     headings = {
         "label": "method",
         "mean": "mean of nine tasks",
         "tasks.delta": "difference to dense attention",
     }
-    return show(rows, names, **headings)
+    return make_table(rows, names, **headings)
 
 
-@sentence("fidelity-tasks")
+@register_sentence("fidelity-tasks")
 def published(rows: DataFrame) -> str:
     rows = add_task_mean(rows)
     frc_row, dense_row, xattention_row = (
@@ -270,19 +277,19 @@ def published(rows: DataFrame) -> str:
     )
 
 
-@table(["fidelity-tasks", "fidelity-tasks-32k"])
+@register_table(["fidelity-tasks", "fidelity-tasks-32k"])
 def tasks(rows: DataFrame) -> DataFrame:
     # bold marks shares of right answers that are significantly below those of dense attention
-    rows = add_task_mean(rows.assign(model=setting(rows, "model")))
+    rows = add_task_mean(rows.assign(model=get_setting(rows, "model")))
     shares = {
-        task.title: bold(text(rows, f"{name}.share"), rows[f"{name}.delta_high"] < 0)
+        task.title: make_bold(format_column(rows, f"{name}.share"), rows[f"{name}.delta_high"] < 0)
         for name, task in TASKS.items()
     }
-    columns = show(rows, "model length method density over_dense").assign(**shares)
-    return columns.join(show(rows, "mean tasks.delta"))
+    columns = make_table(rows, "model length method density over_dense").assign(**shares)
+    return columns.join(make_table(rows, "mean tasks.delta"))
 
 
-@sentence("speed-ttft")
+@register_sentence("speed-ttft")
 def headline(rows: DataFrame) -> str:
     row = get_only_row(rows, length=131_072, implementation="cab")
     return (
@@ -291,7 +298,7 @@ def headline(rows: DataFrame) -> str:
     )
 
 
-@sentence("speed-ttft")
+@register_sentence("speed-ttft")
 def picture(rows: DataFrame) -> str:
     short_row, long_row = (
         get_only_row(rows, length=length, implementation="cab") for length in (32_768, 131_072)
@@ -304,7 +311,7 @@ def picture(rows: DataFrame) -> str:
     )
 
 
-@table(["speed-ttft-variants"])
+@register_table(["speed-ttft-variants"])
 def variants(rows: DataFrame) -> DataFrame:
     label_by_variant = {
         "plain": "transformers, bfloat16",
@@ -312,25 +319,27 @@ def variants(rows: DataFrame) -> DataFrame:
         "fp8": "transformers, FP8",
         "fp8+liger": "liger-kernel, FP8",
     }
-    rows = add_seconds(in_order(rows[rows["ms"].notna()], "variant", label_by_variant))
+    rows = add_seconds(sort_by_label(rows[rows["ms"].notna()], "variant", label_by_variant))
     names = "length label implementation seconds over_best density peak_gib"
-    return show(rows, names, label="norms, RoPE, MLPs by")
+    return make_table(rows, names, label="norms, RoPE, MLPs by")
 
 
-@table(["speed-prefill-chunk-2048", "speed-prefill-chunk-8192", "speed-prefill-chunk-32768"])
+@register_table(
+    ["speed-prefill-chunk-2048", "speed-prefill-chunk-8192", "speed-prefill-chunk-32768"]
+)
 def chunks(rows: DataFrame) -> DataFrame:
-    columns = show(add_seconds(rows), "length chunk seconds tokens_s density rest_gib")
-    return columns.assign(density=text(rows, "density", "{:.4f}"))
+    columns = make_table(add_seconds(rows), "length chunk seconds tokens_s density rest_gib")
+    return columns.assign(density=format_column(rows, "density", "{:.4f}"))
 
 
-@table(["speed-ttft-behind"])
+@register_table(["speed-ttft-behind"])
 def cached_questions(rows: DataFrame) -> DataFrame:
     rows = add_seconds(rows[rows["implementation"] == "cab"])
     names = "behind length baseline_s seconds over_best ceiling density"
-    return show(rows, names, length="tokens of the question", seconds="CAB, s")
+    return make_table(rows, names, length="tokens of the question", seconds="CAB, s")
 
 
-@sentence("speed-ttft-behind")
+@register_sentence("speed-ttft-behind")
 def question(rows: DataFrame) -> str:
     row = get_only_row(rows, implementation="cab", length=512)
     return (
@@ -344,20 +353,20 @@ def _make_serving_table(rows: DataFrame) -> DataFrame:
     """Return a table of serving times, without implementations that served no request."""
     names = "longest implementation total_s over_best prompt_tokens_s"
     names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
-    return show(rows[rows["served"].fillna(0) != 0], names)
+    return make_table(rows[rows["served"].fillna(0) != 0], names)
 
 
-@table(["speed-serve"])
+@register_table(["speed-serve"])
 def served(rows: DataFrame) -> DataFrame:
     return _make_serving_table(rows)
 
 
-@table(["speed-serve-vllm", "speed-serve-vllm-short"])
+@register_table(["speed-serve-vllm", "speed-serve-vllm-short"])
 def served_by_vllm(rows: DataFrame) -> DataFrame:
     return _make_serving_table(rows)
 
 
-@sentence("speed-serve-vllm")
+@register_sentence("speed-serve-vllm")
 def served_in_short(rows: DataFrame) -> str:
     row = get_only_row(rows, implementation="cab")
     return (
@@ -366,18 +375,18 @@ def served_in_short(rows: DataFrame) -> str:
     )
 
 
-def select_longest(rows: DataFrame, by: Sequence[str]) -> DataFrame:
-    """Return a row for each combination of the columns ``by``, with the longest length that fits.
+def select_longest(rows: DataFrame, key_columns: Sequence[str]) -> DataFrame:
+    """Return the row with the longest length that fits, for each combination of ``key_columns``.
 
     Columns of implementations other than "cab" have the implementation as prefix, as in
     `merge_methods`.
     """
     rows = rows[rows["fits"].astype(bool)].sort_values("length", kind="stable")
     rows = rows.drop_duplicates(["folder", "implementation"], keep="last").sort_index()
-    return merge_methods(rows, "cab", "implementation", by)
+    return merge_methods(rows, "cab", "implementation", key_columns)
 
 
-@table(
+@register_table(
     [
         "speed-prefill-24-whole",
         "speed-prefill-24-whole-fragmented",
@@ -394,56 +403,56 @@ def longest(rows: DataFrame) -> DataFrame:
         lambda run: "expandable_segments:True" in "".join(run.get("environment", ()))
     )
     rows = rows.assign(
-        gib=setting(rows, "gpu_gib"),
+        gib=get_setting(rows, "gpu_gib"),
         # 0 and None mean a prompt in one call
-        prefill=setting(rows, "chunk").map(lambda n: f"in chunks of {n:,}" if n else "whole"),
+        prefill=get_setting(rows, "chunk").map(lambda n: f"in chunks of {n:,}" if n else "whole"),
         segments=has_segments.map({True: "yes", False: "no"}),
     )
     rows = select_longest(rows, ["gib", "prefill", "segments"])
     names = "gib prefill segments estimate cab_dense.length length"
     headings = {"cab_dense.length": "dense tokens", "length": "CAB tokens"}
-    return show(rows, names, **headings)
+    return make_table(rows, names, **headings)
 
 
-@table(["speed-lora-4-bits-24", "speed-lora-4-bits-48"])
+@register_table(["speed-lora-4-bits-24", "speed-lora-4-bits-48"])
 def longest_steps(rows: DataFrame) -> DataFrame:
-    rows = add_seconds(select_longest(rows.assign(gib=setting(rows, "gpu_gib")), ["gib"]))
+    rows = add_seconds(select_longest(rows.assign(gib=get_setting(rows, "gpu_gib")), ["gib"]))
     names = "gib length seconds density offloaded host_gib"
-    return show(rows, names, seconds="seconds per step")
+    return make_table(rows, names, seconds="seconds per step")
 
 
 CODE_PATH_FOLDERS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
 
 
 def _make_quality_table(rows: DataFrame, **headings: str) -> DataFrame:
-    """Return a table of density and quality by text; arguments as in `show`."""
-    rows = rows.assign(kl=interval(rows, "continuation.kl", digits))
-    return show(rows, "label text density kl recall_border.share", kl="KL [95 %]", **headings)
+    """Return a table of density and quality by text; arguments as in `make_table`."""
+    rows = rows.assign(kl=format_intervals(rows, "continuation.kl", format_digits))
+    return make_table(rows, "label text density kl recall_border.share", kl="KL [95 %]", **headings)
 
 
-@table(CODE_PATH_FOLDERS)
+@register_table(CODE_PATH_FOLDERS)
 def code_paths(rows: DataFrame) -> DataFrame:
     rows = rows[rows["method"] == "cab"]
     return _make_quality_table(rows.assign(label=rows["device"]), label="code for")
 
 
-@table(["fidelity-fp8"])
+@register_table(["fidelity-fp8"])
 def fp8(rows: DataFrame) -> DataFrame:
     label_by_method = {
         "full": "bfloat16, another kernel",
         "cab": "bfloat16, cab",
         "fp8": "FP8, all keys",
     }
-    return _make_quality_table(in_order(rows, "method", label_by_method), label="model")
+    return _make_quality_table(sort_by_label(rows, "method", label_by_method), label="model")
 
 
 def _make_layer_table(rows: DataFrame, **headings: str) -> DataFrame:
-    """Return a table of the times of one layer; arguments as in `show`."""
+    """Return a table of the times of one layer; arguments as in `make_table`."""
     names = "label length direction density predict_ms ms fastest ratio"
-    return show(add_fastest(rows), names, ms="total, ms", **headings)
+    return make_table(add_fastest_dense(rows), names, ms="total, ms", **headings)
 
 
-@table(
+@register_table(
     ["speed-attention-code-of-9.0", "speed-attention-code-of-8.9", "speed-attention-code-of-8.0"]
 )
 def code_paths_speed(rows: DataFrame) -> DataFrame:
@@ -451,20 +460,20 @@ def code_paths_speed(rows: DataFrame) -> DataFrame:
     return _make_layer_table(rows.assign(label=rows["device"]), label="code for")
 
 
-@table(["speed-attention-code-of-9.0", "speed-attention-sinks"])
+@register_table(["speed-attention-code-of-9.0", "speed-attention-sinks"])
 def sinks(rows: DataFrame) -> DataFrame:
-    rows = rows.assign(sinks=setting(rows, "sinks"))
-    rows = in_order(rows, "sinks", {False: "without", True: "with"})
+    rows = rows.assign(sinks=get_setting(rows, "sinks"))
+    rows = sort_by_label(rows, "sinks", {False: "without", True: "with"})
     return _make_layer_table(rows, label="sinks")
 
 
-@table(["speed-batches"])
+@register_table(["speed-batches"])
 def batches(rows: DataFrame) -> DataFrame:
     names = "layout batch length density choose_ms attend_ms ms fastest ratio"
-    return show(add_fastest(rows), names)
+    return make_table(add_fastest_dense(rows), names)
 
 
-@table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
+@register_table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
 def decode(rows: DataFrame) -> DataFrame:
     rows = rows[rows["budget"].notna()].sort_values(["length", "batch", "budget"], kind="stable")
     # with a budget of at least all tokens, cab decodes densely: give these rows another name
@@ -478,22 +487,24 @@ def decode(rows: DataFrame) -> DataFrame:
         "model_dense.ms": "model, dense, ms",
         "model.ms": "model, sparse, ms",
     }
-    return show(rows, f"length batch {' '.join(headings)}", **headings)
+    return make_table(rows, f"length batch {' '.join(headings)}", **headings)
 
 
-@table(["fidelity-decode"])
+@register_table(["fidelity-decode"])
 def decoded(rows: DataFrame) -> DataFrame:
     rows = merge_methods(rows, "cab:keys", "method", ["text", "length"])
-    rows["kl"] = both(rows, "decode.kl", "full.decode.kl", digits)
-    rows["agreement"] = both(rows, "decode.agreement", "full.decode.agreement", percent)
-    rows["recall"] = both(rows, "decode_asked.share", "dense.decode_asked.share", "{:.2f}")
+    rows["kl"] = format_pairs(rows, "decode.kl", "full.decode.kl", format_digits)
+    rows["agreement"] = format_pairs(
+        rows, "decode.agreement", "full.decode.agreement", format_percent
+    )
+    rows["recall"] = format_pairs(rows, "decode_asked.share", "dense.decode_asked.share", "{:.2f}")
     headings = {
         "density": "prefill density",
         "kl": "KL (noise)",
         "agreement": "greedy agreement (noise)",
         "recall": "recall after the prompt (dense)",
     }
-    return show(rows, "text length density kl agreement recall", **headings)
+    return make_table(rows, "text length density kl agreement recall", **headings)
 
 
 TRAINING_BY_FOLDER = {
@@ -507,7 +518,7 @@ TRAINING_BY_FOLDER = {
 }
 
 
-@table(
+@register_table(
     [
         "speed-lora",
         "speed-lora-131k",
@@ -519,7 +530,7 @@ TRAINING_BY_FOLDER = {
 )
 def lora(rows: DataFrame) -> DataFrame:
     rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
-    rows = add_seconds(rows.assign(layers=setting(rows, "layers")))
+    rows = add_seconds(rows.assign(layers=get_setting(rows, "layers")))
     # if several folders measured the same length and number of layers, show the last of the list
     last_folder = rows.groupby(["length", "layers"])["folder"].transform("last")
     rows = merge_methods(
@@ -528,26 +539,26 @@ def lora(rows: DataFrame) -> DataFrame:
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])
     headings = {"sdpa.seconds": "sdpa, s", "FA4.seconds": "FA4, s", "seconds": "CAB, s"}
     names = "over_best ceiling density peak_gib"
-    return show(rows, f"length layers {' '.join(headings)} {names}", **headings)
+    return make_table(rows, f"length layers {' '.join(headings)} {names}", **headings)
 
 
-@table(["speed-lora-spread"])
+@register_table(["speed-lora-spread"])
 def spread(rows: DataFrame) -> DataFrame:
     rows = rows[rows["ms"].notna()].sort_values(["length", "world"], kind="stable")
     names = "length world spread implementation seconds tokens_s efficiency"
     headings = {"seconds": "seconds per step", "tokens_s": "tokens/s per GPU"}
-    return show(add_seconds(rows), names, **headings)
+    return make_table(add_seconds(rows), names, **headings)
 
 
-@table(TRAINING_BY_FOLDER)
+@register_table(TRAINING_BY_FOLDER)
 def trained(rows: DataFrame) -> DataFrame:
-    rows = in_order(rows[rows["length"] == 32_768], "name", TRAINING_BY_FOLDER)
+    rows = sort_by_label(rows[rows["length"] == 32_768], "name", TRAINING_BY_FOLDER)
     groups = rows.groupby(["label", "method"], sort=False)
     rows = groups.apply(pool_runs, include_groups=False).infer_objects().reset_index()
     dense_row = get_only_row(rows, label="dense", method="dense")
     for probe in ("recall", "recall_border"):
         is_below_dense = rows[f"{probe}_high"] < dense_row[f"{probe}_low"]
-        rows[probe] = bold(interval(rows, probe), is_below_dense)
+        rows[probe] = make_bold(format_intervals(rows, probe), is_below_dense)
     for probe in ("perplexity", "perplexity_border"):
         ratio = rows[probe] / dense_row[probe]
         # a ratio of 100 or more is not meaningful
@@ -560,7 +571,7 @@ def trained(rows: DataFrame) -> DataFrame:
         "recall": "recall in the prompt",
         "recall_border": "recall at block starts",
     }
-    return show(rows, f"{names} perplexity_ratio perplexity_border_ratio step_s", **headings)
+    return make_table(rows, f"{names} perplexity_ratio perplexity_border_ratio step_s", **headings)
 
 
 def pool_runs(rows: DataFrame) -> Series:
@@ -569,7 +580,7 @@ def pool_runs(rows: DataFrame) -> Series:
     Recall is the share of right answers over the keys of all runs, with Wilson's interval.
     Perplexity is the geometric mean over runs. Both are NaN if a run lacks the probe.
     """
-    perplexities = ", ".join(map(digits, rows["perplexity.value"]))
+    perplexities = ", ".join(map(format_digits, rows["perplexity.value"]))
     pooled_fields = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": perplexities}
     pooled_fields["density"] = rows["density"].mean()
     for probe in ("recall", "recall_border"):
@@ -577,7 +588,7 @@ def pool_runs(rows: DataFrame) -> Series:
         num_right, num_keys = map(int, counts.sum())
         share = low = high = math.nan
         if counts.notna().all(axis=None):
-            share, (low, high) = num_right / num_keys, wilson(num_right, num_keys)
+            share, (low, high) = num_right / num_keys, wilson_interval(num_right, num_keys)
         pooled_fields |= {probe: share, f"{probe}_low": low, f"{probe}_high": high}
     for probe in ("perplexity", "perplexity_border"):
         values = rows[f"{probe}.value"]
@@ -593,11 +604,11 @@ def read_step_seconds(folder: Path) -> float | None:
     if not file_exists(folder / TRAINING_LOG):
         return None
     _, records = read_log(folder / TRAINING_LOG)
-    steps = [record for record in records if record["kind"] == STEP]
+    steps = [record for record in records if record["kind"] == STEP_RECORD_KIND]
     return median(step["seconds"] for step in steps if step["step"] > WARM_UP_STEPS)
 
 
-@table(
+@register_table(
     [
         "speed-context-parallel",
         "speed-context-parallel-1m",
@@ -616,16 +627,16 @@ def parallel(rows: DataFrame) -> DataFrame:
     names = "ring.efficiency grouped.efficiency efficiency"
     headings = dict(zip(names.split(), ("ring", "grouped", "grouped+cab"), strict=True))
     headings["gain"] = "dense time / CAB time"
-    return show(rows, f"shape length world direction {names} density gain", **headings)
+    return make_table(rows, f"shape length world direction {names} density gain", **headings)
 
 
-@table(["speed-lora-cp", "speed-lora-cp-4", "speed-ttft-1m", "speed-ttft-1m-4"])
+@register_table(["speed-lora-cp", "speed-lora-cp-4", "speed-ttft-1m", "speed-ttft-1m-4"])
 def sharded(rows: DataFrame) -> DataFrame:
     label_by_experiment = {"speed lora": "training step", "speed ttft": "first token"}
     rows = rows.assign(measured=rows["run"].map(lambda run: label_by_experiment[run["experiment"]]))
     rows = add_seconds(rows[rows["implementation"] == "cab"])
     names = "measured length world baseline_s seconds over_best density peak_gib"
-    return show(rows, names, seconds="CAB, s", peak_gib="GiB per GPU")
+    return make_table(rows, names, seconds="CAB, s", peak_gib="GiB per GPU")
 
 
 MODELS_BY_TYPE = {
@@ -687,14 +698,14 @@ def describe_layers(row: Row) -> dict[str, str | None]:
     return {"sparse": sparse_layers, "exact": exact_layers, "error": reason}
 
 
-@table(["families"])
+@register_table(["families"])
 def supported(rows: DataFrame) -> DataFrame:
-    rows = in_order(rows, "model_type", MODELS_BY_TYPE)
+    rows = sort_by_label(rows, "model_type", MODELS_BY_TYPE)
     layer_descriptions = DataFrame([describe_layers(row) for _, row in rows.iterrows()], rows.index)
-    return show(rows, "label model_type", label="models").join(layer_descriptions)
+    return make_table(rows, "label model_type", label="models").join(layer_descriptions)
 
 
-@table(["families"])
+@register_table(["families"])
 def supported_by_layers(rows: DataFrame) -> DataFrame:
     types = supported(rows)
     types["sparse"] = types["sparse"].fillna("raises an error")
@@ -703,7 +714,7 @@ def supported_by_layers(rows: DataFrame) -> DataFrame:
     return models_by_layers.rename(columns={"sparse": "sparse layers", "exact": "exact layers"})
 
 
-@sentence("families")
+@register_sentence("families")
 def families(rows: DataFrame) -> str:
     counts = rows["verdict"].value_counts()
     return (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.data.needles import NAMES, Tokens
+from cab_hf.data.needles import PERSON_NAMES, Tokens
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
@@ -26,13 +26,13 @@ from cab_hf.eval.haystack import (
     FILLERS,
     Haystack,
     Prompt,
-    answered,
+    is_right_answer,
     parse_depths,
     read_sentences,
 )
 from cab_hf.eval.intervals import compare_shares
 from cab_hf.eval.kv_cache import get_cache_name
-from cab_hf.eval.long_run import MATCH, LongRun, LongRunSettings
+from cab_hf.eval.long_run import MATCH_BUDGET, LongRun, LongRunSettings
 from cab_hf.eval.methods import (
     CONTROLS,
     METHODS,
@@ -44,7 +44,7 @@ from cab_hf.eval.methods import (
     with_known_predictor,
 )
 from cab_hf.eval.on_model import average_sparse_density
-from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
+from cab_hf.eval.report import format_difference, format_with_interval, group_rows, markdown_table
 from cab_hf.experiment.models import greedy_generation
 from cab_hf.experiment.provenance import file_identity
 from cab_hf.experiment.settings import (
@@ -65,15 +65,15 @@ STAGES = {
 }
 # decode_tokens of cab in the stage "both" unless --cab sets it, as a fraction of the cached tokens
 DECODE_SHARE = 0.125
-CELL = ("method", "length", "keys")
+CELL_FIELDS = ("method", "length", "keys")
 # fields of every sample in addition to the fields that identify its case
-MEASURED = (
+MEASURED_FIELDS = (
     *("tokens", "needle", "reached", "answer", "expected", "correct"),
     *("density", "sparse_density", "seconds", "budget"),
 )
-cell_of = itemgetter("method", "length", "keys")
+get_cell_key = itemgetter("method", "length", "keys")
 # the fields that identify a question; all methods answer the same questions
-question_of = itemgetter("length", "keys", "depth", "index")
+get_question_key = itemgetter("length", "keys", "depth", "index")
 
 
 def spell_depths(depths: Sequence[float]) -> str:
@@ -116,9 +116,9 @@ class Settings(LongRunSettings):
         "prefill", "prefill: block methods decode densely; both: cab decodes sparsely too"
     )
     budget: str | float = option(
-        MATCH,
+        MATCH_BUDGET,
         "density of the baselines: match (the density of cab), or a number",
-        lambda text: MATCH if text == MATCH else float(text),
+        lambda text: MATCH_BUDGET if text == MATCH_BUDGET else float(text),
     )
     out: str = option(
         "passkey_results", "folder for the results; a run in this folder is continued"
@@ -127,7 +127,7 @@ class Settings(LongRunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.controls is None:
-            object.__setattr__(self, "controls", 1 if self.on_cpu else self.samples)
+            object.__setattr__(self, "controls", 1 if self.is_on_cpu else self.samples)
         require_setting = partial(require, self)
         self.check_methods()
         require_setting("lengths", self.lengths and min(self.lengths) > 0, "numbers of tokens")
@@ -138,7 +138,7 @@ class Settings(LongRunSettings):
         require_setting(
             "controls", 0 <= self.controls <= self.samples, "0 to the number of samples"
         )
-        require_setting("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        require_setting("keys", 1 <= self.keys <= len(PERSON_NAMES), f"1 to {len(PERSON_NAMES)}")
         require_setting("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
         haystack_file = self.haystack
         is_valid = (
@@ -146,15 +146,15 @@ class Settings(LongRunSettings):
             if self.filler != "text"
             else haystack_file and Path(haystack_file).is_file()
         )
-        accepted = "a text file with --filler text, and left out with another filler"
-        require_setting("haystack", is_valid, accepted)
+        requirement = "a text file with --filler text, and left out with another filler"
+        require_setting("haystack", is_valid, requirement)
         if haystack_file is not None:
             read_sentences("haystack", haystack_file)
         require_setting("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
-        is_available = self.budget != MATCH or Cab.name in self.methods
+        is_available = self.budget != MATCH_BUDGET or Cab.name in self.methods
         self.check_match("budget", Cab.name, is_available)
-        is_valid = self.budget == MATCH or 0 < self.budget <= 1
-        require_setting("budget", is_valid, f"{MATCH} or a density in (0, 1]")
+        is_valid = self.budget == MATCH_BUDGET or 0 < self.budget <= 1
+        require_setting("budget", is_valid, f"{MATCH_BUDGET} or a density in (0, 1]")
         # `cab_config` raises an error for fields that CabConfig refuses, before the run starts
         config = self.cab_config
         require_setting(
@@ -186,15 +186,15 @@ class Passkey(LongRun):
     title = "Passkey retrieval"
     caption = "accuracy by depth and length"
     Settings = Settings
-    CELL, FITTED = CELL, "budget"
-    CASE = (*CELL, "depth", "index")
-    GROWS = ("methods", "lengths", "controls", "cab")
-    WRITTEN = ANSWER_TOKENS
+    CELL_FIELDS, BUDGET_FIELD = CELL_FIELDS, "budget"
+    CASE_FIELDS = (*CELL_FIELDS, "depth", "index")
+    EXTENSIBLE_SETTINGS = ("methods", "lengths", "controls", "cab")
+    MAX_NEW_TOKENS = ANSWER_TOKENS
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         # cache the prompts of one length, which all methods answer
-        self.prompt = lru_cache(len(settings.depths) * settings.samples)(self._prompt)
+        self.make_prompt = lru_cache(len(settings.depths) * settings.samples)(self._make_prompt)
 
     @cached_property
     def haystack(self) -> Haystack:
@@ -202,8 +202,10 @@ class Passkey(LongRun):
         settings = self.settings
         return Haystack(self.tokenizer, settings.filler, settings.keys, settings.haystack)
 
-    def _prompt(self, length: int, depth: float, index: int, hide_needle: bool = False) -> Prompt:
-        return self.haystack.prompt(
+    def _make_prompt(
+        self, length: int, depth: float, index: int, hide_needle: bool = False
+    ) -> Prompt:
+        return self.haystack.make_prompt(
             length=length,
             depth=depth,
             index=index,
@@ -211,21 +213,21 @@ class Passkey(LongRun):
             hide_needle=hide_needle,
         )
 
-    def typical(self, text_key: tuple[int]) -> Tokens:
+    def fitting_tokens(self, text_key: tuple[int]) -> Tokens:
         (length,) = text_key
-        return self.prompt(length, self.settings.depths[0], 0).tokens
+        return self.make_prompt(length, self.settings.depths[0], 0).tokens
 
-    def check(self) -> None:
-        super().check()
+    def check_settings(self) -> None:
+        super().check_settings()
         for length in self.settings.lengths:
             self.haystack.check_length(length)
 
-    def running(self) -> dict[str, Sequence[str]]:
+    def sentences_by_file(self) -> dict[str, Sequence[str]]:
         file = self.settings.haystack
         return {Path(file).name: self.haystack.sentences} if file else {}
 
-    def recorded(self) -> dict[str, Any]:
-        settings, recorded_settings = self.settings, super().recorded()
+    def recorded_settings(self) -> dict[str, Any]:
+        settings, recorded_settings = self.settings, super().recorded_settings()
         if settings.haystack is not None:
             recorded_settings["haystack"] = file_identity(settings.haystack)
         return {**recorded_settings, "cab_config": settings.cab_config.to_dict()}
@@ -235,7 +237,7 @@ class Passkey(LongRun):
         """Name of each method -> number of prompts per length and depth, in measured order."""
         settings = self.settings
         # methods whose budget may be CAB's density come after CAB
-        chosen_methods = sorted(settings.methods, key=lambda name: METHODS[name].matched)
+        chosen_methods = sorted(settings.methods, key=lambda name: METHODS[name].is_budget_matched)
         control_methods = [
             name for name in CONTROLS if settings.controls and name not in chosen_methods
         ]
@@ -243,53 +245,56 @@ class Passkey(LongRun):
             control_methods, settings.controls
         )
 
-    def planned(self) -> Iterator[dict[str, Any]]:
+    def planned_cases(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for length, (method, num_samples) in product(settings.lengths, self.methods.items()):
             cell = {"method": method, "length": length, "keys": settings.keys}
             for depth, index in product(settings.depths, range(num_samples)):
                 yield {**cell, "depth": depth, "index": index}
 
-    def waits(self, case: Mapping[str, Any]) -> bool:
-        return METHODS[case["method"]].matched and self.settings.budget == MATCH
+    def needs_other_samples(self, case: Mapping[str, Any]) -> bool:
+        return METHODS[case["method"]].is_budget_matched and self.settings.budget == MATCH_BUDGET
 
-    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
+    def find_budget(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
         """Return the density that a baseline should have in layers that are not dense.
 
         Returns None for methods without a budget, or while samples of CAB are missing.
         """
-        if not METHODS[case["method"]].matched:
+        if not METHODS[case["method"]].is_budget_matched:
             return None
-        if self.settings.budget != MATCH:
+        if self.settings.budget != MATCH_BUDGET:
             return self.settings.budget
         cab_cell = (Cab.name, case["length"], self.settings.keys)
-        return average_sparse_density([s for s in samples if cell_of(s) == cab_cell])
+        return average_sparse_density([s for s in samples if get_cell_key(s) == cab_cell])
 
     @staticmethod
-    def measured(sample: Row) -> Sequence[str]:
-        return MEASURED
+    def measured_fields(sample: Row) -> Sequence[str]:
+        return MEASURED_FIELDS
 
-    def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
-        return question_of(case)
+    def question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+        return get_question_key(case)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the model answer one prompt; return the fields in `MEASURED` without the budget."""
+        """Let the model answer one prompt; return `MEASURED_FIELDS` without the budget."""
         length, method_class = case["length"], METHODS[case["method"]]
-        method = self.fit(method_class, self.settings.cab_config, case, (length,))
-        prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        result = self.measure_with(method, lambda: {"answer": self.answer(prompt, method)})
-        needle = prompt.needle
+        method = self.fit_method(method_class, self.settings.cab_config, case, (length,))
+        prompt = self.make_prompt(
+            length, case["depth"], case["index"], hide_needle=method.hides_needle
+        )
+        result = self.measure_with(method, lambda: {"answer": self.generate_answer(prompt, method)})
+        needle_span = prompt.needle_span
         return {
             "tokens": len(prompt.tokens),
-            "needle": needle,
-            "reached": needle and method.reaches(len(prompt.tokens), prompt.asking, needle),
+            "needle": needle_span,
+            "reached": needle_span
+            and method.can_reach(len(prompt.tokens), prompt.question_start, needle_span),
             **result,
             "expected": prompt.key,
-            "correct": answered(result["answer"], prompt.key),
+            "correct": is_right_answer(result["answer"], prompt.key),
         }
 
     @torch.no_grad()
-    def answer(self, prompt: Prompt, method: Method) -> str:
+    def generate_answer(self, prompt: Prompt, method: Method) -> str:
         """Return the model's greedy answer to a prompt as text."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
@@ -298,7 +303,7 @@ class Passkey(LongRun):
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=generation_config,
-                **{get_cache_name(model): method.cache(model)},
+                **{get_cache_name(model): method.make_cache(model)},
             )
         return self.tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -310,9 +315,9 @@ class Passkey(LongRun):
         questions that both the method and dense attention answered. For a method whose queries
         reach only some keys, the row also counts the samples whose needle is out of reach.
         """
-        dense_by_question = {question_of(s): s for s in samples if s["method"] == Dense.name}
+        dense_by_question = {get_question_key(s): s for s in samples if s["method"] == Dense.name}
         setting_fields = {name: settings[name] for name in ("stage", "filler")}
-        cells, method_order = grouped(samples, ["length", "keys", "method"]), list(METHODS)
+        cells, method_order = group_rows(samples, ["length", "keys", "method"]), list(METHODS)
         cells.sort(
             key=lambda cell: (
                 cell[0]["length"],
@@ -322,8 +327,8 @@ class Passkey(LongRun):
         )
         return [
             {
-                **{name: cell[0][name] for name in CELL},
-                **_row(cell, dense_by_question),
+                **{name: cell[0][name] for name in CELL_FIELDS},
+                **_make_row(cell, dense_by_question),
                 **setting_fields,
             }
             for cell in cells
@@ -333,19 +338,21 @@ class Passkey(LongRun):
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         columns = dict(COLUMNS)
         if any(row.get("stage") == "both" for row in rows):
-            decoding_by_method = {name: method.decodes for name, method in METHODS.items()}
+            decoding_by_method = {
+                name: method.decode_description for name, method in METHODS.items()
+            }
             decoding_by_method[Cab.name] = "sparsely"
             columns["decoded"] = lambda row: decoding_by_method[row["method"]]
         return {"Accuracy": markdown_table(rows, columns)}
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(rows: Sequence[Row]) -> list[str]:
         """Return a sentence on CAB's accuracy at the largest length, and notes on dense rows."""
         compared_rows = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
             f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} questions and "
             f"attends {row['density']:.0%} of the pairs. Its difference to dense is "
-            f"{difference(row)}."
+            f"{format_difference(row)}."
             for row in compared_rows[-1:]
         ] + dense_row_sentences(rows)
 
@@ -373,15 +380,19 @@ class Passkey(LongRun):
 EXPERIMENT = Passkey
 
 
-def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
+def _make_row(cell: Sequence[Row], dense_by_question: Mapping[tuple, Row]) -> dict[str, Any]:
     """Return the measurements of one cell as fields of its row in the report.
 
     Args:
         cell: all samples of the cell.
-        dense: the sample that dense attention gave for each question, by `question_of`.
+        dense_by_question: question (`get_question_key`) -> sample of dense attention.
     """
     method = cell[0]["method"]
-    pairs = [(s, dense[question_of(s)]) for s in cell if question_of(s) in dense]
+    pairs = [
+        (s, dense_by_question[get_question_key(s)])
+        for s in cell
+        if get_question_key(s) in dense_by_question
+    ]
     pairs = [] if method == Dense.name else pairs
     paired_outcomes = [(s["correct"], dense_sample["correct"]) for s, dense_sample in pairs]
     row = compare_shares([s["correct"] for s in cell], paired_outcomes)
@@ -406,7 +417,7 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     return {**row, "by_depth": accuracy_by_depth}
 
 
-def _share(count: str, total: str, row: Row) -> str | None:
+def _format_fraction(count: str, total: str, row: Row) -> str | None:
     """Format two fields of a row as ``9 of 20``; None if the second is missing or 0.
 
     Args:
@@ -421,11 +432,11 @@ COLUMNS = {
     "method": "method",
     "length": "length",
     "keys": "keys",
-    "correct": partial(_share, "correct", "n"),
-    "accuracy [95 %]": lambda row: with_interval(row["accuracy"], row["low"], row["high"]),
+    "correct": partial(_format_fraction, "correct", "n"),
+    "accuracy [95 %]": lambda row: format_with_interval(row["accuracy"], row["low"], row["high"]),
     "density": "density",
-    "difference to dense [95 %]": difference,
-    "same words as dense": partial(_share, "same", "pairs"),
-    "found outside the window": partial(_share, "outside_correct", "outside_n"),
+    "difference to dense [95 %]": format_difference,
+    "same words as dense": partial(_format_fraction, "same", "pairs"),
+    "found outside the window": partial(_format_fraction, "outside_correct", "outside_n"),
     "seconds per prompt (median)": "seconds",
 }

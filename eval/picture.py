@@ -2,7 +2,7 @@
 
 ``python -m cab_hf.eval.picture --text FILE`` computes the selected blocks (the plan) and writes
 them to ``plan.json``. ``python -m cab_hf.eval readme`` draws the picture from ``plan.json`` and
-from the times in the result folder `TIMES`.
+from the times in the result folder `TIMES_FOLDER`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from cab_hf.eval import charts
 from cab_hf.eval.result_folders import read_results
 from cab_hf.experiment.log import write_atomically
-from cab_hf.experiment.provenance import device_name, file_identity, git_commit, versions
+from cab_hf.experiment.provenance import device_name, file_identity, git_commit, package_versions
 from cab_hf.experiment.settings import option, read_settings
 
-PLAN, PICTURE = "plan.json", "picture.png"
-TIMES = "speed-ttft"
-LENGTHS = (32_768, 131_072)
-DENSE, SPARSE = "0.62", "#1764ab"
+PLAN_FILE, PICTURE_FILE = "plan.json", "picture.png"
+TIMES_FOLDER = "speed-ttft"
+DRAWN_LENGTHS = (32_768, 131_072)
+DENSE_COLOUR, CAB_COLOUR = "0.62", "#1764ab"
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Settings:
 
     text: str = option("licences.txt", "the file with the prompt; a short file is repeated")
     model: str = option("smollm2-32k", "the name of the model")
-    length: int = option(LENGTHS[0], "tokens of the prompt", int)
+    length: int = option(DRAWN_LENGTHS[0], "tokens of the prompt", int)
     layer: int = option(5, "index of the layer", int)
     head: int = option(2, "index of the query head", int)
     device: str = option("cpu", "device of the model")
-    out: str = option(str(Path(__file__).parent / "results" / PLAN), "the file to write")
+    out: str = option(str(Path(__file__).parent / "results" / PLAN_FILE), "the file to write")
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def compute_plan(settings: Settings) -> dict[str, Any]:
     """Return the content of ``plan.json``: settings, provenance, and the plan of one head.
 
     ``rows`` contains a hexadecimal string per query block. Its bit j, from the left, is 1 if key
@@ -55,7 +55,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     provenance = {
         "device": device_name(torch.device(settings.device)),
         "commit": git_commit(),
-        "versions": versions(),
+        "versions": package_versions(),
         "text": file_identity(settings.text),
     }
     model, tokenizer = load_model(settings.model, device=settings.device)
@@ -77,19 +77,21 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
-def draw(results: Path) -> None:
+def draw_picture(results: Path) -> None:
     """Draw the picture from the files in ``results``, the folder of all results."""
     import numpy
 
-    plan = json.loads((results / PLAN).read_text())
+    plan = json.loads((results / PLAN_FILE).read_text())
     packed_rows = numpy.array([list(bytes.fromhex(row)) for row in plan["rows"]], dtype=numpy.uint8)
     selected = numpy.unpackbits(packed_rows, axis=-1).astype(bool)
     time_rows = [
         row
-        for row in read_results(results / TIMES).rows
-        if row["implementation"] == "cab" and row["length"] in LENGTHS
+        for row in read_results(results / TIMES_FOLDER).rows
+        if row["implementation"] == "cab" and row["length"] in DRAWN_LENGTHS
     ]
-    with charts.figure(results / PICTURE, 1, 2, figsize=(10, 4.2)) as ((left_axes, right_axes),):
+    with charts.figure(results / PICTURE_FILE, 1, 2, figsize=(10, 4.2)) as (
+        (left_axes, right_axes),
+    ):
         _draw_plan(left_axes, selected, plan)
         _draw_times(right_axes, time_rows)
 
@@ -131,13 +133,19 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
         dense_s, cab_s = row["baseline_ms"] / 1000, row["ms"] / 1000
         # label only the first two bars, because each label adds an entry to the legend
         labels = ("dense", "CAB") if tick == 0 else (None, None)
-        axis.bar(tick - width / 2, dense_s, width, color=DENSE, label=labels[0])
-        axis.bar(tick + width / 2, cab_s, width, color=SPARSE, label=labels[1])
+        axis.bar(tick - width / 2, dense_s, width, color=DENSE_COLOUR, label=labels[0])
+        axis.bar(tick + width / 2, cab_s, width, color=CAB_COLOUR, label=labels[1])
         text_style = {"va": "bottom", "fontsize": 11}
         axis.text(tick - width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **text_style)
         speedup_text = f"{row['over_best']:.1f} × faster\n{cab_s:.1f} s"
         axis.text(
-            tick + 0.02, cab_s, speedup_text, ha="left", color=SPARSE, weight="bold", **text_style
+            tick + 0.02,
+            cab_s,
+            speedup_text,
+            ha="left",
+            color=CAB_COLOUR,
+            weight="bold",
+            **text_style,
         )
     axis.set_xticks(
         range(len(times)), [f"{charts.format_tokens(row['length'])} tokens" for row in times]
@@ -150,10 +158,10 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
     axis.legend(frameon=False, loc="upper left", fontsize=11)
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Compute the plan of one head and write ``plan.json``; return the exit status."""
-    settings = read_settings(Settings, words, "python -m cab_hf.eval.picture")
-    write_atomically(settings.out, json.dumps(measure(settings), indent=1) + "\n")
+    settings = read_settings(Settings, arguments, "python -m cab_hf.eval.picture")
+    write_atomically(settings.out, json.dumps(compute_plan(settings), indent=1) + "\n")
     return 0
 
 

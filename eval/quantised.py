@@ -51,9 +51,9 @@ def to_4_bits(model: Any, dtype: str) -> None:
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    from cab_hf.finetune.models import four_bit_options
+    from cab_hf.finetune.models import make_four_bit_options
 
-    quantization = four_bit_options(dtype, model.device)["quantization_config"]
+    quantization = make_four_bit_options(dtype, model.device)["quantization_config"]
     weight_options = {
         "quant_type": quantization.bnb_4bit_quant_type,
         "compress_statistics": quantization.bnb_4bit_use_double_quant,

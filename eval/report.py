@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cab_hf.experiment.log import drop_packed, write_atomically
+from cab_hf.experiment.log import remove_packed_file, write_atomically
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-BAR = re.compile(r"(?<!\\)\|")  # a vertical bar that no backslash escapes
-MISSING = "–"
-PADDING = re.compile(r" {2,}\|")  # spaces that align the columns of a table
+UNESCAPED_BAR = re.compile(r"(?<!\\)\|")  # a vertical bar that no backslash escapes
+MISSING_CELL = "–"
+CELL_PADDING = re.compile(r" {2,}\|")  # spaces that align the columns of a table
 
 
 def write_results(
@@ -31,7 +31,7 @@ def write_results(
     content = f'{{"rows": [\n{lines}\n],\n"provenance": {json.dumps(provenance)}}}\n'
     path = folder / "results.json"
     write_atomically(path, content)
-    drop_packed(path)
+    remove_packed_file(path)
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -48,17 +48,17 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def grouped(
-    rows: Sequence[Mapping[str, Any]], names: Iterable[str]
+def group_rows(
+    rows: Sequence[Mapping[str, Any]], field_names: Iterable[str]
 ) -> list[list[Mapping[str, Any]]]:
-    """Return lists of rows that have equal values in the fields ``names``.
+    """Return lists of rows that have equal values in the fields ``field_names``.
 
     Groups are in the order of their first rows.
     """
-    names = tuple(names)
+    field_names = tuple(field_names)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+        groups.setdefault(tuple(row[name] for name in field_names), []).append(row)
     return list(groups.values())
 
 
@@ -87,79 +87,83 @@ def as_markdown(table: DataFrame) -> str:
 
     Floats have two decimals, and a dash replaces None and missing values.
     """
-    cells = table.astype(object).where(table.notna(), None).map(_cell)
+    cells = table.astype(object).where(table.notna(), None).map(_format_cell)
     heading, _, *body_lines = cells.to_markdown(index=False, disable_numparse=True).splitlines()
     # remove the alignment: otherwise a longer cell would change all lines of the table in a diff
-    lines = [PADDING.sub(" |", line) for line in (heading, *body_lines)]
+    lines = [CELL_PADDING.sub(" |", line) for line in (heading, *body_lines)]
     lines.insert(1, "| --- " * table.shape[1] + "|")
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     """Return a value as the text of a table cell."""
     if value is None:
-        return MISSING
+        return MISSING_CELL
     if isinstance(value, float):
         return f"{value:.2f}"
     # a line break would end the row, and a bar would end the cell
-    return BAR.sub(r"\|", " ".join(str(value).splitlines()))
+    return UNESCAPED_BAR.sub(r"\|", " ".join(str(value).splitlines()))
 
 
-def with_interval(
+def format_with_interval(
     value: float,
     low: float | None,
     high: float | None,
-    write: Callable[[float], str | None] = "{:.2f}".format,
+    format_number: Callable[[float], str | None] = "{:.2f}".format,
 ) -> str:
     """Format a value with its interval, such as ``0.05 [0.04, 0.06]``.
 
     Args:
         value: the value.
         low, high: ends of the interval; None without an interval.
-        write: function that formats each number.
+        format_number: function that formats each number.
     """
-    return f"{write(value)}" + ("" if low is None else f" [{write(low)}, {write(high)}]")
+    return f"{format_number(value)}" + (
+        "" if low is None else f" [{format_number(low)}, {format_number(high)}]"
+    )
 
 
-def difference(row: Mapping[str, Any]) -> str | None:
+def format_difference(row: Mapping[str, Any]) -> str | None:
     """Format the difference to dense attention in a row, such as ``+0.05 [+0.04, +0.06]``.
 
     The row has the fields of `compare_shares`. Returns None if it has no ``delta``.
     """
     if row.get("delta") is None:
         return None
-    return with_interval(row["delta"], row["delta_low"], row["delta_high"], "{:+.2f}".format)
+    return format_with_interval(row["delta"], row["delta_low"], row["delta_high"], "{:+.2f}".format)
 
 
-def digits(value: float | None) -> str | None:
+def format_digits(value: float | None) -> str | None:
     """Format a number with three significant digits and no exponent; return None for None."""
     if not value:
         return None if value is None else "0"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
-def seconds(ms: float) -> str | None:
+def format_seconds(ms: float) -> str | None:
     """Format milliseconds as seconds, such as ``1.37``."""
-    return digits(ms / 1e3)
+    return format_digits(ms / 1e3)
 
 
-def percent(share: float | None) -> str | None:
+def format_percent(share: float | None) -> str | None:
     """Format a number from 0 to 1 as a percentage, such as ``12.3 %``; return None for None."""
-    return None if share is None else f"{digits(100 * share)} %"
+    return None if share is None else f"{format_digits(100 * share)} %"
 
 
-def column(write: Callable[[Any], str | None], *path: str) -> Callable[[Mapping[str, Any]], Any]:
+def make_cell_formatter(
+    format_value: Callable[[Any], str | None], *keys: str
+) -> Callable[[Mapping[str, Any]], Any]:
     """Return a function from row to cell that formats one value, for `markdown_table`.
 
     Args:
-        write: function that formats the value.
-        path: the keys of the value: ``"recall", "share"`` for ``row["recall"]["share"]``. The cell
+        format_value: function that formats the value.
+        keys: the keys of the value: ``"recall", "share"`` for ``row["recall"]["share"]``. The cell
             is None if the value is None or a key is missing.
     """
 
-    def cell(row: Any) -> str | None:
-        for name in path:
-            row = (row or {}).get(name)
-        return None if row is None else write(row)
+    def format_cell(value: Any) -> str | None:
+        for key in keys:
+            value = (value or {}).get(key)
+        return None if value is None else format_value(value)
 
-    return cell
+    return format_cell

@@ -11,7 +11,7 @@ from typing import Any
 from cab_hf.config import CabConfig
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import (
-    RESULTS,
+    RESULTS_FILE,
     Experiment,
     Row,
     drop_unset_share,
@@ -30,14 +30,14 @@ class Results:
         name: name of the folder.
         rows: the rows of results.json.
         provenance: settings, device and versions of the run.
-        kind: class of the experiment that ran, or an `ArchivedRun`.
+        experiment_class: class of the experiment that ran, or an `ArchivedRun`.
         folder: path of the folder.
     """
 
     name: str
     rows: Sequence[Row]
     provenance: Mapping[str, Any]
-    kind: type[Experiment]
+    experiment_class: type[Experiment]
     folder: Path
 
 
@@ -47,15 +47,23 @@ def read_results(folder: Path) -> Results:
     Raises:
         ValueError: the folder contains no results of an experiment.
     """
-    path = folder / RESULTS
+    path = folder / RESULTS_FILE
     if not file_exists(path):
-        raise ValueError(f"{folder} has no {RESULTS}. Measure it again or remove the folder.")
+        raise ValueError(f"{folder} has no {RESULTS_FILE}. Measure it again or remove the folder.")
     provenance = experiment.read_provenance(folder)
     if "experiment" not in provenance:
         raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
-    kind = find_experiment_class(provenance, folder)
-    rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
-    return Results(name=folder.name, rows=rows, provenance=provenance, kind=kind, folder=folder)
+    experiment_class = find_experiment_class(provenance, folder)
+    rows = [
+        {**experiment_class.ADDED_DEFAULTS, **row} for row in json.loads(read_file(path))["rows"]
+    ]
+    return Results(
+        name=folder.name,
+        rows=rows,
+        provenance=provenance,
+        experiment_class=experiment_class,
+        folder=folder,
+    )
 
 
 def read_all_results(results: Path) -> list[Results]:
@@ -79,7 +87,7 @@ def uses_default_config(result: Results) -> bool:
     return find_changed_fields({**config, "min_length": CabConfig.min_length}) == {}
 
 
-def source(results: Sequence[Results]) -> str:
+def describe_source(results: Sequence[Results]) -> str:
     """Return a sentence with the devices, torch versions and commits of runs.
 
     A second sentence names cab_hf 0.2 if one of the runs has settings of that version.

@@ -15,44 +15,43 @@ from cab_hf.data.needles import Span, Tokens, common_prefix_length, sentence_tok
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import get_cache, read_with_cache
 
-LOGITS_AT_ONCE = 1024  # number of positions whose logits are converted to float32 together
-CHUNK = 64  # default number of tokens per call after a prompt
+MAX_FLOAT32_POSITIONS = 1024  # number of positions whose logits are converted to float32 together
+DEFAULT_CHUNK_TOKENS = 64  # default number of tokens per call after a prompt
 
 
-class TeacherForced(NamedTuple):
+class Reading(NamedTuple):
     """The tokens that a model reads, and the ranges of tokens whose predictions are scored.
 
     Attributes:
         tokens: the ids of all tokens, including predicted tokens.
-        ranges: (start, end) of each range of predicted tokens, without the token at ``end``.
-        prompt: number of prefilled tokens; the model reads the following tokens in chunks, with the
-            KV cache of earlier tokens. None: the model reads all tokens in one pass.
+        predicted_ranges: (start, end) of each range of predicted tokens, without the token at
+            ``end``.
+        prompt_length: number of prefilled tokens; the model reads the following tokens in chunks,
+            with the KV cache of earlier tokens. None: the model reads all tokens in one pass.
     """
 
     tokens: Tokens
-    ranges: tuple[Span, ...]
-    prompt: int | None = None
+    predicted_ranges: tuple[Span, ...]
+    prompt_length: int | None = None
 
     @property
     def positions(self) -> list[int]:
-        """The positions of all predicted tokens, in the order of ``ranges``."""
-        return [position for start, end in self.ranges for position in range(start, end)]
+        """The positions of all predicted tokens, in the order of ``predicted_ranges``."""
+        return [position for start, end in self.predicted_ranges for position in range(start, end)]
 
 
-def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
+def append_key(tokenizer: Any, prompt: Prompt) -> Reading:
     """Append the requested key to a prompt, and return both with the key as the predicted range."""
-    answers = (prompt.begun, prompt.begun + prompt.key)
+    answers = (prompt.answer_start, prompt.answer_start + prompt.key)
     tokens_before, complete_tokens = (sentence_tokens(tokenizer, answer) for answer in answers)
     # some tokenizers join the last blank of the prompt and the first digit of the key to one token
     num_common = common_prefix_length(tokens_before, complete_tokens)
     start = len(prompt.tokens) - (len(tokens_before) - num_common)
     key_tokens = complete_tokens[num_common:]
-    return TeacherForced(prompt.tokens[:start] + key_tokens, ((start, start + len(key_tokens)),))
+    return Reading(prompt.tokens[:start] + key_tokens, ((start, start + len(key_tokens)),))
 
 
-def score_greedy_predictions(
-    model: Any, reading: TeacherForced, **options: Any
-) -> dict[str, list[bool]]:
+def score_greedy_predictions(model: Any, reading: Reading, **options: Any) -> dict[str, list[bool]]:
     """Return {"right": list}: for each range, True if all its tokens are predicted.
 
     A token is predicted if its logit is the largest of the vocabulary.
@@ -65,7 +64,7 @@ def score_greedy_predictions(
     return score_spans(predict_logits(model, reading, **options), reading)
 
 
-def score_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
+def score_spans(logits: Tensor, reading: Reading) -> dict[str, list[bool]]:
     """Return {"right": list}: for each range, True if all its tokens have the largest logit.
 
     Args:
@@ -77,11 +76,13 @@ def score_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]
         position for position, token in predicted_tokens if token != reading.tokens[position]
     }
     return {
-        "right": [wrong_positions.isdisjoint(range(start, end)) for start, end in reading.ranges]
+        "right": [
+            wrong_positions.isdisjoint(range(start, end)) for start, end in reading.predicted_ranges
+        ]
     }
 
 
-def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
+def compute_nll(model: Any, reading: Reading) -> dict[str, float | int]:
     """Return the sum of the negative log-likelihoods of the tokens in the ranges.
 
     Returns:
@@ -93,18 +94,18 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
     total_nll = sum(
         F.cross_entropy(chunk_logits.float(), chunk_targets, reduction="sum").item()
         for chunk_logits, chunk_targets in zip(
-            logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True
+            logits.split(MAX_FLOAT32_POSITIONS), targets.split(MAX_FLOAT32_POSITIONS), strict=True
         )
     )
     return {"nll": total_nll, "count": len(targets)}
 
 
-def get_target_ids(reading: TeacherForced, device: torch.device) -> Tensor:
+def get_target_ids(reading: Reading, device: torch.device) -> Tensor:
     """Return the ids of the tokens in the ranges, int64 [positions]."""
     return torch.tensor([reading.tokens[i] for i in reading.positions], device=device)
 
 
-def predict_log_probs(model: Any, reading: TeacherForced, **options: Any) -> Tensor:
+def predict_log_probs(model: Any, reading: Reading, **options: Any) -> Tensor:
     """Return the predicted log-probabilities for the positions of the ranges.
 
     Args:
@@ -119,41 +120,44 @@ def predict_log_probs(model: Any, reading: TeacherForced, **options: Any) -> Ten
 
 
 def compare_log_probs(
-    result: Tensor, dense: Tensor, reading: TeacherForced
+    log_probs: Tensor, dense_log_probs: Tensor, reading: Reading
 ) -> dict[str, float | int]:
     """Compare the log-probabilities of a method with those of dense attention.
 
     Args:
-        result: log-probabilities of the method, [positions, vocabulary].
-        dense: log-probabilities of dense attention, [positions, vocabulary].
+        log_probs: log-probabilities of the method, [positions, vocabulary].
+        dense_log_probs: log-probabilities of dense attention, [positions, vocabulary].
         reading: the tokens and ranges.
 
     Returns:
         ``kl``, the sum over positions of KL(dense || result) in nats; ``agree``, the number of
         positions with the same likeliest token; ``nll``, the summed negative log-likelihood of the
-        actual tokens by ``result``; and ``count``, the number of positions.
+        actual tokens by ``log_probs``; and ``count``, the number of positions.
     """
-    dense = dense.to(result.device)
-    kl = F.kl_div(result, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
-    targets = get_target_ids(reading, result.device)
+    dense_log_probs = dense_log_probs.to(log_probs.device)
+    kl = F.kl_div(log_probs, dense_log_probs, log_target=True, reduction="none").sum(
+        -1, dtype=torch.float64
+    )
+    targets = get_target_ids(reading, log_probs.device)
     return {
         "kl": kl.sum().item(),
-        "agree": int((result.argmax(-1) == dense.argmax(-1)).sum()),
-        "nll": F.nll_loss(result, targets, reduction="sum").item(),
+        "agree": int((log_probs.argmax(-1) == dense_log_probs.argmax(-1)).sum()),
+        "nll": F.nll_loss(log_probs, targets, reduction="sum").item(),
         "count": len(targets),
     }
 
 
 @torch.no_grad()
 def predict_logits(
-    model: Any, reading: TeacherForced, chunk: int = CHUNK, **options: Any
+    model: Any, reading: Reading, chunk: int = DEFAULT_CHUNK_TOKENS, **options: Any
 ) -> Tensor:
     """Return the logits that predict the tokens of the ranges, [positions, vocabulary].
 
     Args:
         model: the model.
         reading: the tokens and ranges.
-        chunk, options: arguments of `predict_after_prompt`; ignored if ``reading.prompt`` is None.
+        chunk, options: arguments of `predict_after_prompt`; ignored if
+            ``reading.prompt_length`` is None.
 
     Raises:
         ValueError: a range starts inside the prompt.
@@ -161,25 +165,25 @@ def predict_logits(
     ids = torch.tensor([reading.tokens], device=model.device)
     # the logits at position i predict the token at position i + 1
     positions_before = torch.tensor(reading.positions, device=model.device) - 1
-    if reading.prompt is None:
+    if reading.prompt_length is None:
         return model(ids, logits_to_keep=positions_before, use_cache=False).logits[0]
-    if min(reading.positions) < reading.prompt:
+    if min(reading.positions) < reading.prompt_length:
         raise ValueError(
-            f"positions must be after the prompt of {reading.prompt} tokens, got "
+            f"positions must be after the prompt of {reading.prompt_length} tokens, got "
             f"{min(reading.positions)}."
         )
-    logits = predict_after_prompt(model, ids, reading.prompt, chunk, **options)
-    return logits[0, positions_before - (reading.prompt - 1)]
+    logits = predict_after_prompt(model, ids, reading.prompt_length, chunk, **options)
+    return logits[0, positions_before - (reading.prompt_length - 1)]
 
 
 @torch.no_grad()
 def predict_after_prompt(
     model: Any,
     ids: Tensor,
-    prompt: int,
+    prompt_length: int,
     chunk: int = 1,
     cache: Any = None,
-    stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    get_step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
     """Return the logits that predict the tokens after a prompt, [B, N - prompt, vocabulary].
@@ -187,18 +191,18 @@ def predict_after_prompt(
     Args:
         model: the model.
         ids: int [B, N], sequences of one length without padding.
-        prompt: number of tokens to prefill; the following tokens are read with the KV cache.
+        prompt_length: number of tokens to prefill; the following tokens are read with the KV cache.
         chunk: tokens per call after the prompt; 1 means decode steps.
         cache: an empty cache; None for the default of the model.
-        stepping: a function that returns a context manager; the tokens after the prompt are read
-            inside its context.
+        get_step_context: a function that returns a context manager; the tokens after the prompt are
+            read inside its context.
         prefill_chunk: tokens per call in the prompt; 0: the whole prompt in one call.
     """
-    output = _prefill(model, ids[:, :prompt], cache, prefill_chunk)
+    output = _prefill(model, ids[:, :prompt_length], cache, prefill_chunk)
     # collect the logits at the last prompt token and at all later tokens except the last token
     logits, last_position = [output.logits], ids.shape[1] - 1
-    with stepping():
-        for start in range(prompt, last_position, chunk):
+    with get_step_context():
+        for start in range(prompt_length, last_position, chunk):
             chunk_ids = ids[:, start : min(start + chunk, last_position)]
             output = read_with_cache(model, chunk_ids, get_cache(output))
             logits.append(output.logits)
@@ -208,8 +212,8 @@ def predict_after_prompt(
 @torch.no_grad()
 def predict_turns(
     model: Any,
-    reading: TeacherForced,
-    chunk: int = CHUNK,
+    reading: Reading,
+    chunk: int = DEFAULT_CHUNK_TOKENS,
     cache: Any = None,
     prefill_chunk: int = 0,
 ) -> Tensor:
@@ -225,7 +229,7 @@ def predict_turns(
     """
     ids = torch.tensor([reading.tokens], device=model.device)
     logits, num_cached = [], 0
-    for start, end in reading.ranges:
+    for start, end in reading.predicted_ranges:
         output = _prefill(
             model=model,
             ids=ids[:, :start],
@@ -242,33 +246,39 @@ def predict_turns(
     return torch.cat(logits, dim=1)[0]
 
 
-def compare_turns(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, Any]:
+def compare_turns(logits: Tensor, dense_logits: Tensor, reading: Reading) -> dict[str, Any]:
     """Compare the logits of a method with those of dense attention, turn by turn.
 
     Args:
-        result: logits of the method from `predict_turns`, [positions, vocabulary].
-        dense: logits of dense attention, [positions, vocabulary].
+        logits: logits of the method from `predict_turns`, [positions, vocabulary].
+        dense_logits: logits of dense attention, [positions, vocabulary].
         reading: the tokens, and a range per turn.
 
     Returns:
         ``turns``, the result of `compare_log_probs` for each turn, and the sums over all turns.
     """
-    dense = dense.to(result.device)
-    turn_sizes = [stop - start for start, stop in reading.ranges]
+    dense_logits = dense_logits.to(logits.device)
+    turn_sizes = [stop - start for start, stop in reading.predicted_ranges]
     turn_results = []
     for span, turn_logits, dense_turn_logits in zip(
-        reading.ranges, result.split(turn_sizes), dense.split(turn_sizes), strict=True
+        reading.predicted_ranges,
+        logits.split(turn_sizes),
+        dense_logits.split(turn_sizes),
+        strict=True,
     ):
         log_probs, dense_log_probs = (
-            logits.float().log_softmax(-1) for logits in (turn_logits, dense_turn_logits)
+            x.float().log_softmax(-1) for x in (turn_logits, dense_turn_logits)
         )
         turn_results.append(
-            compare_log_probs(log_probs, dense_log_probs, reading._replace(ranges=(span,)))
+            compare_log_probs(
+                log_probs, dense_log_probs, reading._replace(predicted_ranges=(span,))
+            )
         )
     return {
         "turns": turn_results,
         **{
-            name: sum(turn_logits[name] for turn_logits in turn_results) for name in turn_results[0]
+            field: sum(turn_result[field] for turn_result in turn_results)
+            for field in turn_results[0]
         },
     }
 
@@ -277,9 +287,9 @@ def compare_turns(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict
 def generate_greedily(
     model: Any,
     ids: Tensor,
-    tokens: int,
+    num_tokens: int,
     cache: Any = None,
-    stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    get_step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
     """Generate tokens greedily after prompts, and return them, int64 [B, tokens].
@@ -287,13 +297,13 @@ def generate_greedily(
     Args:
         model: the model.
         ids: the prompts, int [B, N].
-        tokens: number of tokens to generate; an end-of-text token does not stop the generation.
-        cache, stepping, prefill_chunk: as in `predict_after_prompt`.
+        num_tokens: number of tokens to generate; an end-of-text token does not stop the generation.
+        cache, get_step_context, prefill_chunk: as in `predict_after_prompt`.
     """
     output = _prefill(model, ids, cache, prefill_chunk)
     generated_ids = [output.logits[:, -1:].argmax(-1)]
-    with stepping():
-        while len(generated_ids) < tokens:
+    with get_step_context():
+        while len(generated_ids) < num_tokens:
             output = read_with_cache(model, generated_ids[-1], get_cache(output))
             generated_ids.append(output.logits[:, -1:].argmax(-1))
     return torch.cat(generated_ids, dim=1)
@@ -310,7 +320,7 @@ def _prefill(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cached
         num_cached: number of leading tokens that the cache contains already.
     """
     with reading_prompt(ids.shape[1], start=num_cached):
-        for chunk in ids[:, num_cached:].split(prefill_chunk or ids.shape[1], dim=1):
-            output = read_with_cache(model, chunk, cache, logits_to_keep=1)
+        for chunk_ids in ids[:, num_cached:].split(prefill_chunk or ids.shape[1], dim=1):
+            output = read_with_cache(model, chunk_ids, cache, logits_to_keep=1)
             cache = get_cache(output)
     return output

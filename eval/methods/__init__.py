@@ -2,7 +2,7 @@
 
 A method is fitted to a `Cell` (base config, budget, length) and then applied to a model:
 
-    with Streaming.fit(cell).applied(model) as densities:
+    with Streaming.fit(cell).apply_to(model) as densities:
         model.generate(...)
         densities()     # a density per layer, since the last call; None for a dense layer
 
@@ -13,17 +13,17 @@ from cab_hf.eval.methods import last_queries  # noqa: F401  it registers its pre
 from cab_hf.eval.methods.base import (
     Cab,
     Cell,
+    ConfigMeasure,
     Dense,
     Fp8,
     Full,
     Method,
     NoNeedle,
     Published,
-    Realised,
+    count_layers,
     dense_row_sentences,
-    layers_of,
+    make_density_measure,
     never_sparse,
-    realised_on,
     with_known_predictor,
 )
 from cab_hf.eval.methods.blocks import (
@@ -42,41 +42,41 @@ __all__ = [
     "METHODS",
     "Cab",
     "Cell",
+    "ConfigMeasure",
     "Dense",
     "Full",
     "Method",
     "Published",
-    "Realised",
+    "count_layers",
     "dense_row_sentences",
-    "layers_of",
     "logged_config",
+    "make_density_measure",
     "never_sparse",
-    "realised_on",
     "with_known_predictor",
 ]
 
-COMPARED = (
+COMPARED_METHODS = (
     Dense,
     Cab,
     Published,
     Streaming,
-    RowShareMethod.by("random"),
-    RowShareMethod.by("antidiagonal"),
-    AuthorsShareMethod.by("xattention"),
-    AuthorsShareMethod.by("xattention_16"),
-    MassShareMethod.by("xattention", "xattention_fitted"),
-    RowShareMethod.by("vertical_slash"),
-    AuthorsShareMethod.by("flexprefill"),
-    MassShareMethod.by("flexprefill", "flexprefill_fitted"),
-    MassShareMethod.by("mean_pooled"),
+    RowShareMethod.with_predictor("random"),
+    RowShareMethod.with_predictor("antidiagonal"),
+    AuthorsShareMethod.with_predictor("xattention"),
+    AuthorsShareMethod.with_predictor("xattention_16"),
+    MassShareMethod.with_predictor("xattention", "xattention_fitted"),
+    RowShareMethod.with_predictor("vertical_slash"),
+    AuthorsShareMethod.with_predictor("flexprefill"),
+    MassShareMethod.with_predictor("flexprefill", "flexprefill_fitted"),
+    MassShareMethod.with_predictor("mean_pooled"),
     TriangleMix,
-    RowShareMethod.by("oracle"),
+    RowShareMethod.with_predictor("oracle"),
     H2O,
     SnapKV,
     Fp8,
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
-METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
+METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED_METHODS} | CONTROLS
 # methods that drop tokens from the cache after a dense prefill; the constructor takes the number of
 # tokens that remain
 CACHES = {method.name: method for method in (StreamingCache, H2O, SnapKV)}

@@ -24,19 +24,18 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 BUDGET_STEPS = 1000  # a fit chooses its parameter among the multiples of 1 / BUDGET_STEPS
-TIME_TOLERANCE = (
-    0.01  # largest relative difference from the budget at which a fit accepts a measured time
-)
+# largest relative difference from the budget at which a fit accepts a measured time
+TIME_TOLERANCE = 0.01
 # fields of CabConfig that only CAB uses, for selecting blocks and for decoding
 CAB_FIELDS = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
 CAB_FIELDS += ("sparse_decode", "decode_tokens")
 RANDOM_HEAD_DIM = 16  # head dim of the random q and k on which densities are fitted
-SEED = 0  # seed of the random q and k on which densities are fitted
+RANDOM_QK_SEED = 0  # seed of the random q and k on which densities are fitted
 
 # function that returns the density of each layer since the last call; None for a dense layer
 LayerDensities = Callable[[], list[float | None]]
 # function of a config that returns its density in sparse layers, or its attention time in ms
-Realised = Callable[[CabConfig], float]
+ConfigMeasure = Callable[[CabConfig], float]
 T = TypeVar("T")
 
 
@@ -47,32 +46,32 @@ class Cell:
     Attributes:
         config: CAB's config; block sizes, engine and dense layers apply to every method.
         budget: the value to match: the density in layers that are not dense, or ms of attention if
-            ``took`` is set. None if no value is matched.
+            ``measure_time_ms`` is set. None if no value is matched.
         length: tokens of the prompts.
         device: device of the q and k on which densities are fitted.
-        realised: function that measures the density of a config while the model reads a sequence
-            of the evaluation; None if no method needs it.
-        layers: number of layers of the model; None if no method needs it.
-        took: function that measures a config's ms of attention, including block selection; None if
-            densities are matched.
+        measure_density: function that measures the density of a config while the model reads a
+            sequence of the evaluation; None if no method needs it.
+        num_layers: number of layers of the model; None if no method needs it.
+        measure_time_ms: function that measures a config's ms of attention, including block
+            selection; None if densities are matched.
     """
 
     config: CabConfig
     budget: float | None
     length: int
     device: torch.device | str = "cpu"
-    realised: Realised | None = field(default=None, repr=False)
-    layers: int | None = None
-    took: Realised | None = field(default=None, repr=False)
+    measure_density: ConfigMeasure | None = field(default=None, repr=False)
+    num_layers: int | None = None
+    measure_time_ms: ConfigMeasure | None = field(default=None, repr=False)
 
     @property
-    def shared(self) -> CabConfig:
+    def config_without_cab(self) -> CabConfig:
         """The config with the defaults of all fields that only CAB uses (`CAB_FIELDS`)."""
-        defaults = {name: getattr(CabConfig, name) for name in CAB_FIELDS}
-        return self.config.changed(predictor="rows", **defaults)
+        default_fields = {field_name: getattr(CabConfig, field_name) for field_name in CAB_FIELDS}
+        return self.config.changed(predictor="rows", **default_fields)
 
 
-def layers_of(model: PreTrainedModel) -> int:
+def count_layers(model: PreTrainedModel) -> int:
     """Return the number of decoder layers of ``model``, without those of a vision encoder."""
     return model.config.get_text_config().num_hidden_layers
 
@@ -87,62 +86,68 @@ def with_known_predictor(config: CabConfig) -> CabConfig:
     return config
 
 
-def find_nearest(
-    choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell, density: Realised
+def find_nearest_config(
+    candidates: Sequence[T],
+    make_config: Callable[[T], CabConfig],
+    cell: Cell,
+    measure_density: ConfigMeasure,
 ) -> CabConfig:
     """Return the config whose density, or time, is nearest to the cell's budget.
 
-    The search bisects ``choices``, so that only a few configs are measured. If times are matched,
-    the first config whose time differs by at most `TIME_TOLERANCE` is returned.
+    The search bisects ``candidates``, so that only a few configs are measured. If times are
+    matched, the first config whose time differs by at most `TIME_TOLERANCE` is returned.
 
     Args:
-        choices: parameters of the configs, by ascending density.
-        config_of: function from a parameter to its config.
-        cell: the cell. If ``cell.took`` is set, times are matched.
-        density: function that measures the density of a config; unused if times are matched.
+        candidates: parameters of the configs, by ascending density.
+        make_config: function from a parameter to its config.
+        cell: the cell. If ``cell.measure_time_ms`` is set, times are matched.
+        measure_density: function that measures the density of a config; unused if times are
+            matched.
 
     Raises:
         ValueError: the budget is None, or outside of (0, 1] although densities are matched.
     """
-    measure = cell.took or density
-    if cell.budget is None or not (0 < cell.budget <= 1 or cell.took):
+    measure_value = cell.measure_time_ms or measure_density
+    if cell.budget is None or not (0 < cell.budget <= 1 or cell.measure_time_ms):
         raise ValueError(
             f"budget must be a density in (0, 1], got {cell.budget!r}. Give the density to match."
         )
 
     @cache
-    def excess(index: int) -> float:
-        return measure(config_of(choices[index])) - cell.budget
+    def compute_excess(index: int) -> float:
+        return measure_value(make_config(candidates[index])) - cell.budget
 
-    tolerance = TIME_TOLERANCE * cell.budget if cell.took else 0.0
-    low, high = 0, len(choices)
+    tolerance = TIME_TOLERANCE * cell.budget if cell.measure_time_ms else 0.0
+    low, high = 0, len(candidates)
     while low < high:
         middle = (low + high) // 2
-        if abs(excess(middle)) <= tolerance:
-            return config_of(choices[middle])
-        low, high = (middle + 1, high) if excess(middle) < 0 else (low, middle)
-    neighbours = range(len(choices))[max(0, low - 1) : low + 1]
-    return config_of(choices[min(neighbours, key=lambda index: abs(excess(index)))])
+        if abs(compute_excess(middle)) <= tolerance:
+            return make_config(candidates[middle])
+        low, high = (middle + 1, high) if compute_excess(middle) < 0 else (low, middle)
+    neighbour_indices = range(len(candidates))[max(0, low - 1) : low + 1]
+    return make_config(
+        candidates[min(neighbour_indices, key=lambda index: abs(compute_excess(index)))]
+    )
 
 
-def find_nearest_on_random_qk(
-    choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell
+def find_nearest_config_on_random_qk(
+    candidates: Sequence[T], make_config: Callable[[T], CabConfig], cell: Cell
 ) -> CabConfig:
-    """Return the result of `find_nearest`, with densities measured on random q and k of one head.
+    """Return the result of `find_nearest_config`, with densities of random q and k of one head.
 
     This is exact for methods with a fixed number of blocks per row, because their density does not
     depend on q and k.
     """
     length, device = cell.length, cell.device
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(RANDOM_QK_SEED)
     shape = (2, 1, 1, length, RANDOM_HEAD_DIM)
     q, k = torch.randn(shape, generator=generator, device=device)
     context = LayerContext(KeyRanges.causal(1, length, length, device), RANDOM_HEAD_DIM**-0.5)
 
-    def density(config: CabConfig) -> float:
+    def measure_density(config: CabConfig) -> float:
         return make_predictor(config)(q, k, context).density()
 
-    return find_nearest(choices, config_of, cell, density)
+    return find_nearest_config(candidates, make_config, cell, measure_density)
 
 
 def fit_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
@@ -150,27 +155,27 @@ def fit_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
 
     The matched density includes forced blocks.
     """
-    steps = range(BUDGET_STEPS - 1, -1, -1)
-    return find_nearest_on_random_qk(
-        steps, lambda step: replace(config, sparsity=step / BUDGET_STEPS), cell
+    sparsity_steps = range(BUDGET_STEPS - 1, -1, -1)
+    return find_nearest_config_on_random_qk(
+        sparsity_steps, lambda step: replace(config, sparsity=step / BUDGET_STEPS), cell
     )
 
 
-def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
+def make_density_measure(model: PreTrainedModel, tokens: Sequence[int]) -> ConfigMeasure:
     """Return a function that measures the density of a config while ``model`` reads ``tokens``.
 
     The function returns the mean over sparse layers, and 1.0 if there are none.
     """
 
     @torch.no_grad()
-    def realised(config: CabConfig) -> float:
+    def measure_density(config: CabConfig) -> float:
         ids = torch.tensor([tokens], device=model.device)
-        with Cab(config).applied(model) as densities:
+        with Cab(config).apply_to(model) as densities:
             model(ids, use_cache=False, logits_to_keep=1)
-            sparse = [density for density in densities() if density is not None]
-        return fmean(sparse) if sparse else 1.0
+            sparse_densities = [density for density in densities() if density is not None]
+        return fmean(sparse_densities) if sparse_densities else 1.0
 
-    return realised
+    return measure_density
 
 
 @dataclass(frozen=True)
@@ -179,17 +184,19 @@ class Method(ABC):
 
     Attributes:
         name: name of the method.
-        matched: True if `fit` matches the density or time of the method to ``Cell.budget``.
+        is_budget_matched: True if `fit` matches the density or time of the method to
+            ``Cell.budget``.
         hides_needle: True if prompts for the method lack the needle.
-        dense_prefill: True if prefill is dense, and only decode steps attend to a part of the keys.
-        decodes: words that describe the decode steps in reports.
+        has_dense_prefill: True if prefill is dense, and only decode steps attend to a part of the
+            keys.
+        decode_description: words that describe the decode steps in reports.
     """
 
     name: ClassVar[str]
-    matched: ClassVar[bool] = False
+    is_budget_matched: ClassVar[bool] = False
     hides_needle: ClassVar[bool] = False
-    dense_prefill: ClassVar[bool] = False
-    decodes: ClassVar[str] = "densely"
+    has_dense_prefill: ClassVar[bool] = False
+    decode_description: ClassVar[str] = "densely"
 
     @classmethod
     def fit(cls, cell: Cell) -> Method:
@@ -201,21 +208,21 @@ class Method(ABC):
         return cls()
 
     @abstractmethod
-    def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
+    def apply_to(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
         """Apply the method to ``model`` inside the block, and restore the model afterwards.
 
         The context manager yields a function of the type `LayerDensities`.
         """
 
-    def cache(self, model: PreTrainedModel) -> Cache:
+    def make_cache(self, model: PreTrainedModel) -> Cache:
         """Return an empty KV cache for a sequence that ``model`` reads with the method applied."""
         return DynamicCache(config=model.config)
 
-    def stepping(self) -> AbstractContextManager[Any]:
+    def get_decode_context(self) -> AbstractContextManager[Any]:
         """Return a context manager in which the caller must run decode steps; no-op by default."""
         return nullcontext()
 
-    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+    def count_step_tokens(self, model: PreTrainedModel, length: int) -> float:
         """Return the bytes that a decode step reads, as a number of tokens of keys and values.
 
         Args:
@@ -224,15 +231,17 @@ class Method(ABC):
         """
         return length
 
-    def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
+    def can_reach(
+        self, length: int, question_start: int, needle_span: tuple[int, int]
+    ) -> bool | None:
         """Return True if a query of the question may attend to a token of the needle.
 
         Returns None if the answer depends on the tokens of the prompt, not only on positions.
 
         Args:
             length: tokens of the prompt.
-            asking: position of the first token of the question.
-            needle: [start, end) of the needle in tokens.
+            question_start: position of the first token of the question.
+            needle_span: [start, end) of the needle in tokens.
         """
         return None
 
@@ -244,7 +253,7 @@ class Dense(Method):
     name = "dense"
 
     @contextmanager
-    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+    def apply_to(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
         yield lambda: [None]
 
 
@@ -264,13 +273,13 @@ class Fp8(Dense):
         return cls()
 
     @contextmanager
-    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        weights = {layer: layer.weight for layer in linear_layers(model)}
+    def apply_to(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        original_weights = {layer: layer.weight for layer in linear_layers(model)}
         to_8_bits(model)
         try:
             yield lambda: [None]
         finally:
-            for layer, weight in weights.items():
+            for layer, weight in original_weights.items():
                 layer.weight = weight
 
 
@@ -298,16 +307,16 @@ class Cab(Method):
         return cls(cell.config)
 
     @contextmanager
-    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+    def apply_to(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
         with cab_hf.cab(model, config=self.config):
             cab_hf.stats(model, reset=True)
             yield lambda: [layer["density"] for layer in cab_hf.stats(model, reset=True)]
 
-    def cache(self, model: PreTrainedModel) -> Cache:
-        return cab_hf.index_cache(model) if self.config.sparse_decode else super().cache(model)
+    def make_cache(self, model: PreTrainedModel) -> Cache:
+        return cab_hf.index_cache(model) if self.config.sparse_decode else super().make_cache(model)
 
     @torch.no_grad()
-    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+    def count_step_tokens(self, model: PreTrainedModel, length: int) -> float:
         """Return the bytes that a decode step reads, as a number of tokens of keys and values.
 
         The result is the mean over layers. A layer with an index reads decode_tokens + length *
@@ -315,24 +324,28 @@ class Cab(Method):
         in an anchor layer read decode_tokens and no index. Layers that decode densely read all
         tokens.
         """
-        config, tokens = self.config, self.config.decode_tokens
+        config, decode_tokens = self.config, self.config.decode_tokens
         if not decodes_sparsely(config, length):
             return length
-        with self.applied(model):
-            cache = self.cache(model)
+        with self.apply_to(model):
+            cache = self.make_cache(model)
             ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             read_with_cache(model, ids, cache)
-        num_keys = tokens if isinstance(tokens, int) else tokens * length
+        num_selected_keys = (
+            decode_tokens if isinstance(decode_tokens, int) else decode_tokens * length
+        )
         layer_tokens = []
-        for number, layer in enumerate(cache.layers):
-            index = getattr(layer, "index", None)
-            if index is not None:
-                token_bytes = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
-                index_bytes = index.nbytes / layer.keys[..., 0].numel()
-                layer_tokens.append(num_keys + length * index_bytes / token_bytes)
+        for layer_index, layer in enumerate(cache.layers):
+            key_index = getattr(layer, "index", None)
+            if key_index is not None:
+                kv_bytes_per_token = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
+                index_bytes_per_token = key_index.nbytes / layer.keys[..., 0].numel()
+                layer_tokens.append(
+                    num_selected_keys + length * index_bytes_per_token / kv_bytes_per_token
+                )
             else:
-                follows_anchor = config.anchors and number not in config.dense_layers
-                layer_tokens.append(num_keys if follows_anchor else length)
+                follows_anchor = config.anchors and layer_index not in config.dense_layers
+                layer_tokens.append(num_selected_keys if follows_anchor else length)
         return fmean(layer_tokens)
 
 
@@ -348,9 +361,9 @@ class Full(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Full:
-        return cls(cell.shared.changed(mass_threshold=0.0, max_density=1.0))
+        return cls(cell.config_without_cab.changed(mass_threshold=0.0, max_density=1.0))
 
-    def stepping(self) -> AbstractContextManager[Any]:
+    def get_decode_context(self) -> AbstractContextManager[Any]:
         return sdpa_kernel(SDPBackend.MATH)
 
 
@@ -363,13 +376,15 @@ class Published(Cab):
     """
 
     name = "published"
-    matched = True
+    is_budget_matched = True
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        names = ("min_length", "dense_layers", "engine")
-        shared = {name: getattr(cell.config, name) for name in names}
-        return cls(fit_sparsity(CabConfig.published(**shared), cell))
+        copied_field_names = ("min_length", "dense_layers", "engine")
+        copied_fields = {
+            field_name: getattr(cell.config, field_name) for field_name in copied_field_names
+        }
+        return cls(fit_sparsity(CabConfig.published(**copied_fields), cell))
 
 
 def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -377,14 +392,14 @@ def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Returns [] without such rows.
     """
-    dense_rows = dict.fromkeys(
+    dense_row_phrases = dict.fromkeys(
         f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
     )
-    if not dense_rows:
+    if not dense_row_phrases:
         return []
     return [
-        f"No layer attended sparsely under {', '.join(dense_rows)}: these results are those of "
-        "dense attention."
+        f"No layer attended sparsely under {', '.join(dense_row_phrases)}: these results are those "
+        "of dense attention."
     ]
 
 
@@ -394,9 +409,10 @@ def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> 
     Attention was not dense if a prefill was sparse, or if a decode step read fewer tokens than the
     sequence has. Samples without ``sparse_density`` are ignored.
     """
-    with_density = [s for s in samples if "sparse_density" in s]
-    all_dense = all(
-        s["sparse_density"] is None and s.get("step_tokens", s.get("tokens")) == s.get("tokens")
-        for s in with_density
+    samples_with_density = [sample for sample in samples if "sparse_density" in sample]
+    is_always_dense = all(
+        sample["sparse_density"] is None
+        and sample.get("step_tokens", sample.get("tokens")) == sample.get("tokens")
+        for sample in samples_with_density
     )
-    return issubclass(method, Cab) and bool(with_density) and all_dense
+    return issubclass(method, Cab) and bool(samples_with_density) and is_always_dense

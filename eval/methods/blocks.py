@@ -24,8 +24,8 @@ from cab_hf.eval.methods.base import (
     BUDGET_STEPS,
     Cab,
     Cell,
-    find_nearest,
-    find_nearest_on_random_qk,
+    find_nearest_config,
+    find_nearest_config_on_random_qk,
     fit_sparsity,
 )
 from cab_hf.eval.methods.caches import make_sink_cache
@@ -36,58 +36,74 @@ from cab_hf.predictors.attention_mass import compute_block_mass
 from cab_hf.predictors.base import get_head_sparsity
 
 # tolerance for a sum of the masses of blocks: the rounding error of thousands of float32 numbers
-TOLERANCE = 1e-5
-TRIANGLE_SHARE = 0.5  # TriangleMix: this fraction of the layers, the last ones, is sparse
-WINDOW = 512  # TriangleMix: tokens of the window
-LAST_QUERIES = 128  # TriangleMix: number of the last queries, which attend densely
-SEED = 0  # seed of the random blocks
-STRIDE = 8  # stride of antidiagonal sums in tokens
+MASS_TOLERANCE = 1e-5
+TRIANGLE_LAYER_SHARE = 0.5  # TriangleMix: this fraction of the layers, the last ones, is sparse
+TRIANGLE_WINDOW_TOKENS = 512  # TriangleMix: tokens of the window
+TRIANGLE_LAST_QUERIES = 128  # TriangleMix: number of the last queries, which attend densely
+RANDOM_BLOCKS_SEED = 0  # seed of the random blocks
+ANTIDIAGONAL_STRIDE = 8  # stride of antidiagonal sums in tokens
 # function of q [B, H, N_q, D], k [B, H_kv, N_k, D], a LayerContext, query_block and key_block that
 # returns a score per query block and key block, float32 [B, H, M_q, M_k]; high scores are kept
-Score = Callable[..., Tensor]
+BlockScorer = Callable[..., Tensor]
 
 
 class BlockPredictor(Predictor):
-    """The base class of predictors whose `keep` returns a mask of kept blocks."""
+    """The base class of predictors whose `select_blocks` returns a mask of kept blocks."""
 
     @abstractmethod
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    def select_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        layer_context: LayerContext,
+        is_visible: Tensor,
+        is_forced: Tensor,
     ) -> Tensor:
         """Return the kept blocks, bool, broadcastable to [B, H, M_q, M_k].
 
         Args:
             q: [B, H, N_q, D].
             k: [B, H_kv, N_k, D].
-            call: the context of the layer.
-            visible: blocks with a (query, key) pair that is not masked, bool [B, 1, M_q, M_k].
-            forced: blocks that are kept in any case, bool [B, 1, M_q, M_k].
+            layer_context: the context of the layer.
+            is_visible: blocks with a (query, key) pair that is not masked, bool [B, 1, M_q, M_k].
+            is_forced: blocks that are kept in any case, bool [B, 1, M_q, M_k].
         """
 
     @property
-    def blocks(self) -> dict[str, int]:
+    def block_sizes(self) -> dict[str, int]:
         """The block sizes as keyword arguments."""
         return {"query_block": self.config.query_block, "key_block": self.config.key_block}
 
-    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
-        visible = block_visibility(call.ranges, **self.blocks)
-        forced = reference.forced_blocks(visible, call.ranges, self.config).unsqueeze(1)
-        visible = visible.unsqueeze(1)
-        keep = self.keep(q=q, k=summary, call=call, visible=visible, forced=forced)
-        keep = ((keep & visible) | forced).expand(-1, q.shape[1], -1, -1)
-        return BlockPlan.from_dense(keep, call.ranges, **self.blocks)
+    def choose(self, q: Tensor, summary: Tensor, layer_context: LayerContext) -> BlockPlan:
+        is_visible = block_visibility(layer_context.ranges, **self.block_sizes)
+        is_forced = reference.forced_blocks(
+            is_visible, layer_context.ranges, self.config
+        ).unsqueeze(1)
+        is_visible = is_visible.unsqueeze(1)
+        is_kept = self.select_blocks(
+            q=q, k=summary, layer_context=layer_context, is_visible=is_visible, is_forced=is_forced
+        )
+        is_kept = ((is_kept & is_visible) | is_forced).expand(-1, q.shape[1], -1, -1)
+        return BlockPlan.from_dense(is_kept, layer_context.ranges, **self.block_sizes)
 
 
 class StreamingPredictor(BlockPredictor):
     """A predictor that keeps only forced blocks: ``sink_blocks`` and ``local_blocks``."""
 
-    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(
+        self, layer_context: LayerContext, heads: tuple[int, int]
+    ) -> Collection[str]:
         return ()
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    def select_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        layer_context: LayerContext,
+        is_visible: Tensor,
+        is_forced: Tensor,
     ) -> Tensor:
-        return forced
+        return is_forced
 
 
 class ScorePredictor(BlockPredictor):
@@ -98,27 +114,34 @@ class ScorePredictor(BlockPredictor):
 
     Args:
         config: the config.
-        score: function that scores blocks.
+        score_blocks: function that scores blocks.
     """
 
-    def __init__(self, config: CabConfig, score: Score) -> None:
+    def __init__(self, config: CabConfig, score_blocks: BlockScorer) -> None:
         super().__init__(config)
-        self.score = score
+        self.score_blocks = score_blocks
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    def select_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        layer_context: LayerContext,
+        is_visible: Tensor,
+        is_forced: Tensor,
     ) -> Tensor:
         sparsity = torch.tensor(
-            get_head_sparsity(self.config, call.layer, q.shape[1]),
+            get_head_sparsity(self.config, layer_context.layer, q.shape[1]),
             device=q.device,
             dtype=torch.float64,
         )
-        share = (1 - sparsity[:, None, None]).clamp(max=self.config.max_density)
+        kept_share = (1 - sparsity[:, None, None]).clamp(max=self.config.max_density)
         # [B, H or 1, M_q, 1]: number of blocks that a row keeps
-        count = reference.share_of_row(visible, share).maximum(forced.sum(-1, keepdim=True))
-        score = self.score(q, k, call, **self.blocks)
-        count = count.squeeze(-1).expand(score.shape[:3])
-        return reference.select_best_blocks(score, visible, forced, count)
+        num_kept_blocks = reference.share_of_row(is_visible, kept_share).maximum(
+            is_forced.sum(-1, keepdim=True)
+        )
+        block_scores = self.score_blocks(q, k, layer_context, **self.block_sizes)
+        num_kept_blocks = num_kept_blocks.squeeze(-1).expand(block_scores.shape[:3])
+        return reference.select_best_blocks(block_scores, is_visible, is_forced, num_kept_blocks)
 
 
 class SharePredictor(BlockPredictor):
@@ -130,26 +153,35 @@ class SharePredictor(BlockPredictor):
         config: the config. If ``config.predictor`` has a number after a colon, such as
             "xattention:0.9", this number is the fraction; `with_mass_share` registers such
             predictors.
-        default_share: the fraction for other predictors.
-        score: function that estimates the mass of blocks; None for subclasses with their own
-            `keep`.
+        default_mass_share: the fraction for other predictors.
+        score_blocks: function that estimates the mass of blocks; None for subclasses with their own
+            `select_blocks`.
     """
 
-    def __init__(self, config: CabConfig, default_share: float, score: Score | None = None) -> None:
+    def __init__(
+        self, config: CabConfig, default_mass_share: float, score_blocks: BlockScorer | None = None
+    ) -> None:
         super().__init__(config)
-        share = config.predictor.partition(":")[2]
-        self.default_share, self.score = default_share, score
-        self.share = float(share) if share else default_share
+        mass_share_text = config.predictor.partition(":")[2]
+        self.default_mass_share, self.score_blocks = default_mass_share, score_blocks
+        self.mass_share = float(mass_share_text) if mass_share_text else default_mass_share
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    def select_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        layer_context: LayerContext,
+        is_visible: Tensor,
+        is_forced: Tensor,
     ) -> Tensor:
-        mass = self.score(q, k, call, **self.blocks)
-        return select_fewest(normalise(mass), visible, forced, self.share)
+        block_mass = self.score_blocks(q, k, layer_context, **self.block_sizes)
+        return select_fewest_entries(
+            normalise_sum(block_mass), is_visible, is_forced, self.mass_share
+        )
 
 
 def draw_random_scores(
-    q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int
+    q: Tensor, k: Tensor, layer_context: LayerContext, query_block: int, key_block: int
 ) -> Tensor:
     """Score blocks at random, differently for every head and row.
 
@@ -160,15 +192,17 @@ def draw_random_scores(
     Returns:
         Scores in [0, 1), float32 [B, H, M_q, M_k].
     """
-    content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
-    digest = hashlib.sha256(content.encode()).digest()
+    seed_content = (
+        f"{RANDOM_BLOCKS_SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
+    )
+    digest = hashlib.sha256(seed_content.encode()).digest()
     generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
-    rows, columns = -(-q.shape[2] // query_block), -(-k.shape[2] // key_block)
-    shape = (*q.shape[:2], rows, columns)
+    num_query_blocks, num_key_blocks = -(-q.shape[2] // query_block), -(-k.shape[2] // key_block)
+    shape = (*q.shape[:2], num_query_blocks, num_key_blocks)
     return torch.rand(shape, generator=generator, device=q.device)
 
 
-def make_strided_score(stride: int) -> Score:
+def make_strided_scorer(stride: int) -> BlockScorer:
     """Return a function that scores blocks by the antidiagonal estimate of XAttention.
 
     As in XAttention (Xu et al. 2025, arXiv 2503.16428), the logit of a tile of stride x stride
@@ -176,22 +210,24 @@ def make_strided_score(stride: int) -> Score:
     over the tiles of a block, estimates the mass of the block. The estimate is exact at stride 1.
     """
 
-    def score(q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int) -> Tensor:
+    def score_blocks(
+        q: Tensor, k: Tensor, layer_context: LayerContext, query_block: int, key_block: int
+    ) -> Tensor:
         return compute_block_mass(
             q=q,
             k=k,
-            ranges=call.ranges,
-            scale=call.scale,
+            ranges=layer_context.ranges,
+            scale=layer_context.scale,
             query_block=query_block,
             key_block=key_block,
             stride=stride,
         )
 
-    return score
+    return score_blocks
 
 
 def compute_pooled_mass(
-    q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int
+    q: Tensor, k: Tensor, layer_context: LayerContext, query_block: int, key_block: int
 ) -> Tensor:
     """Score blocks by the softmax over the logits of mean-pooled queries and keys.
 
@@ -202,19 +238,21 @@ def compute_pooled_mass(
     Returns:
         Scores, float32 [B, H, M_q, M_k]; each row sums to 1.
     """
-    queries = average_blocks(q, call.ranges.end >= 0, query_block)
-    keys = average_blocks(k, call.ranges.key_valid, key_block)
-    visible = block_visibility(call.ranges, query_block, key_block).unsqueeze(1)
-    return compute_block_weights(queries, keys, visible, call.scale)
+    mean_queries = average_blocks(q, layer_context.ranges.end >= 0, query_block)
+    mean_keys = average_blocks(k, layer_context.ranges.key_valid, key_block)
+    is_visible = block_visibility(layer_context.ranges, query_block, key_block).unsqueeze(1)
+    return compute_block_weights(mean_queries, mean_keys, is_visible, layer_context.scale)
 
 
-def select_fewest(shares: Tensor, visible: Tensor, forced: Tensor, min_share: float) -> Tensor:
+def select_fewest_entries(
+    shares: Tensor, is_visible: Tensor, is_forced: Tensor, min_share: float
+) -> Tensor:
     """Return a mask of the fewest entries, per last dimension, that sum to at least ``min_share``.
 
     Args:
         shares: the entries; they sum to 1 over the last dimension.
-        visible: bool, entries that may be kept; broadcasts with ``shares``.
-        forced: bool, entries that are kept in any case and count in the sum; broadcasts with
+        is_visible: bool, entries that may be kept; broadcasts with ``shares``.
+        is_forced: bool, entries that are kept in any case and count in the sum; broadcasts with
             ``shares``.
         min_share: the sum to reach, in [0, 1].
 
@@ -222,15 +260,15 @@ def select_fewest(shares: Tensor, visible: Tensor, forced: Tensor, min_share: fl
         bool, in the shape of ``shares``.
     """
     # sort forced entries before all others; the cumulative sum uses the entries of ``share``
-    priority = torch.where(forced, 2.0, shares).masked_fill(~visible, -1.0)
+    priority = torch.where(is_forced, 2.0, shares).masked_fill(~is_visible, -1.0)
     sort_indices = priority.argsort(dim=-1, descending=True, stable=True)
     sorted_shares = shares.gather(-1, sort_indices)
     sum_before = sorted_shares.cumsum(-1) - sorted_shares
-    is_taken = (sum_before < min_share - TOLERANCE) | (min_share >= 1)
-    return (is_taken.gather(-1, sort_indices.argsort(-1)) | forced) & visible
+    is_taken = (sum_before < min_share - MASS_TOLERANCE) | (min_share >= 1)
+    return (is_taken.gather(-1, sort_indices.argsort(-1)) | is_forced) & is_visible
 
 
-def normalise(x: Tensor) -> Tensor:
+def normalise_sum(x: Tensor) -> Tensor:
     """Return ``x`` divided by its sum over the last dimension."""
     return x / x.sum(-1, keepdim=True).clamp(min=reference.MIN_DIVISOR)
 
@@ -250,25 +288,27 @@ def average_blocks(x: Tensor, is_counted: Tensor, block_tokens: int) -> Tensor:
     )
     # [B, H, M, block, D]
     blocks = F.pad(x, (0, 0, 0, num_padding_tokens)).unflatten(2, (-1, block_tokens)).float()
-    total = blocks.masked_fill(~is_counted_in_block.unsqueeze(-1), 0.0).sum(-2)
-    return total / is_counted_in_block.sum(-1).clamp(min=1).unsqueeze(-1)
+    block_sums = blocks.masked_fill(~is_counted_in_block.unsqueeze(-1), 0.0).sum(-2)
+    return block_sums / is_counted_in_block.sum(-1).clamp(min=1).unsqueeze(-1)
 
 
-def compute_block_weights(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
+def compute_block_weights(
+    queries: Tensor, keys: Tensor, is_visible: Tensor, scale: float
+) -> Tensor:
     """Return attention weights between one query per query block and one key per key block.
 
     Args:
         queries: one query per query block, such as the mean of its queries, [B, H, M_q, D].
         keys: one key per key block, [B, H_kv, M_k, D].
-        visible: blocks over which the softmax runs, bool, broadcastable to [B, H, M_q, M_k].
+        is_visible: blocks over which the softmax runs, bool, broadcastable to [B, H, M_q, M_k].
         scale: factor of the logits.
 
     Returns:
         [B, H, M_q, M_k], 0 for blocks that are not visible.
     """
-    grouped = queries.unflatten(1, (keys.shape[1], -1))
-    logits = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
-    return logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
+    grouped_queries = queries.unflatten(1, (keys.shape[1], -1))
+    logits = (grouped_queries @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
+    return logits.masked_fill(~is_visible, -torch.inf).softmax(-1).masked_fill(~is_visible, 0.0)
 
 
 @dataclass(frozen=True)
@@ -282,36 +322,50 @@ class Streaming(Cab):
     """
 
     name = "streaming"
-    matched = True
-    decodes = "sinks and window"
+    is_budget_matched = True
+    decode_description = "sinks and window"
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
         # no dense tail, because its queries would attend to keys outside of the window
-        base = cell.shared.changed(predictor=cls.name, sink_blocks=1, dense_tail_blocks=0)
-        windows = range(1, -(-cell.length // base.key_block) + 1)
-        config = find_nearest_on_random_qk(
-            windows, lambda window: replace(base, local_blocks=window), cell
+        base_config = cell.config_without_cab.changed(
+            predictor=cls.name, sink_blocks=1, dense_tail_blocks=0
+        )
+        window_sizes = range(1, -(-cell.length // base_config.key_block) + 1)
+        config = find_nearest_config_on_random_qk(
+            window_sizes, lambda window: replace(base_config, local_blocks=window), cell
         )
         return cls(config)
 
-    def cache(self, model: PreTrainedModel) -> Cache:
-        sinks, window = (
-            blocks * self.config.key_block
-            for blocks in (self.config.sink_blocks, self.config.local_blocks)
+    def make_cache(self, model: PreTrainedModel) -> Cache:
+        sink_tokens, window_tokens = (
+            num_blocks * self.config.key_block
+            for num_blocks in (self.config.sink_blocks, self.config.local_blocks)
         )
-        return make_sink_cache(model, sinks, sinks + window)
+        return make_sink_cache(model, sink_tokens, sink_tokens + window_tokens)
 
-    def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
+    def can_reach(self, length: int, question_start: int, needle_span: tuple[int, int]) -> bool:
         ranges = KeyRanges.causal(1, length, length, "cpu")
         # the plan depends only on the shape of q and k
-        heads = torch.empty(1, 1, length, 0)
-        keep = make_predictor(self.config)(heads, heads, LayerContext(ranges, 1.0)).to_dense()
-        first, last = needle[0] // self.config.key_block, (needle[1] - 1) // self.config.key_block
-        return bool(keep[0, 0, asking // self.config.query_block :, first : last + 1].any())
+        empty_heads = torch.empty(1, 1, length, 0)
+        is_kept = make_predictor(self.config)(
+            empty_heads, empty_heads, LayerContext(ranges, 1.0)
+        ).to_dense()
+        first_needle_block, last_needle_block = (
+            needle_span[0] // self.config.key_block,
+            (needle_span[1] - 1) // self.config.key_block,
+        )
+        return bool(
+            is_kept[
+                0,
+                0,
+                question_start // self.config.query_block :,
+                first_needle_block : last_needle_block + 1,
+            ].any()
+        )
 
 
-class Chosen(Cab):
+class PredictorMethod(Cab):
     """The base class of methods that run `cab_hf.cab` with a predictor other than CAB's.
 
     Attributes:
@@ -321,7 +375,7 @@ class Chosen(Cab):
     predictor: ClassVar[str]
 
     @classmethod
-    def by(cls, predictor: str, name: str | None = None) -> type[Chosen]:
+    def with_predictor(cls, predictor: str, name: str | None = None) -> type[PredictorMethod]:
         """Return a subclass of this class whose blocks ``predictor`` selects.
 
         Args:
@@ -332,26 +386,26 @@ class Chosen(Cab):
 
 
 @dataclass(frozen=True)
-class RowShareMethod(Chosen):
+class RowShareMethod(PredictorMethod):
     """The base class of methods that keep the same fraction of visible blocks in every row.
 
     `fit` chooses the fraction by the budget. Forced blocks and the dense tail are those of CAB, and
     the matched density or time includes them.
     """
 
-    matched = True
+    is_budget_matched = True
 
     @classmethod
     def fit(cls, cell: Cell) -> RowShareMethod:
         # the density is the same for all predictors, so it is fitted with the fastest predictor;
         # the time depends on the predictor
-        predictor = cls.predictor if cell.took else "random"
-        fitted = fit_sparsity(cell.shared.changed(predictor=predictor), cell)
-        return cls(replace(fitted, predictor=cls.predictor))
+        predictor = cls.predictor if cell.measure_time_ms else "random"
+        fitted_config = fit_sparsity(cell.config_without_cab.changed(predictor=predictor), cell)
+        return cls(replace(fitted_config, predictor=cls.predictor))
 
 
 @dataclass(frozen=True)
-class AuthorsShareMethod(Chosen):
+class AuthorsShareMethod(PredictorMethod):
     """The base class of top-p methods that keep their authors' fraction of the mass.
 
     These methods are not matched to a budget, and have no dense tail.
@@ -359,31 +413,34 @@ class AuthorsShareMethod(Chosen):
 
     @classmethod
     def fit(cls, cell: Cell) -> AuthorsShareMethod:
-        return cls(cell.shared.changed(predictor=cls.predictor, dense_tail_blocks=0))
+        return cls(cell.config_without_cab.changed(predictor=cls.predictor, dense_tail_blocks=0))
 
 
 @dataclass(frozen=True)
-class MassShareMethod(Chosen):
+class MassShareMethod(PredictorMethod):
     """The base class of top-p methods, which keep a fraction of the attention mass.
 
-    `fit` finds the fraction at which the density (``Cell.realised``) or the time (``Cell.took``) is
-    that of the budget. Forced blocks and the
-    dense tail are those of CAB, and the measurements include them.
+    `fit` finds the fraction at which the density (``Cell.measure_density``) or the time
+    (``Cell.measure_time_ms``) is that of the budget. Forced blocks and the dense tail are those of
+    CAB, and the measurements include them.
     """
 
-    matched = True
+    is_budget_matched = True
 
     @classmethod
     def fit(cls, cell: Cell) -> MassShareMethod:
-        if not (cell.took or cell.realised):
+        if not (cell.measure_time_ms or cell.measure_density):
             raise ValueError(
                 f"cell must measure the density of a config for method {cls.name}, got "
-                "realised=None. Pass Cell.realised."
+                "measure_density=None. Pass Cell.measure_density."
             )
-        shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
-        base = cell.shared.changed(predictor=cls.predictor)
-        config = find_nearest(
-            shares, lambda share: with_mass_share(base, share), cell, cell.realised
+        mass_shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
+        base_config = cell.config_without_cab.changed(predictor=cls.predictor)
+        config = find_nearest_config(
+            mass_shares,
+            lambda mass_share: with_mass_share(base_config, mass_share),
+            cell,
+            cell.measure_density,
         )
         return cls(config)
 
@@ -406,36 +463,39 @@ class TriangleMix(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> TriangleMix:
-        if cell.layers is None:
+        if cell.num_layers is None:
             raise ValueError(
-                "cell must contain the number of layers for method trianglemix, got layers=None. "
-                "Pass Cell.layers."
+                "cell must contain the number of layers for method trianglemix, got "
+                "num_layers=None. Pass Cell.num_layers."
             )
-        base, num_dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
-        triangle = {
+        base_config = cell.config_without_cab
+        num_dense_layers = cell.num_layers - round(TRIANGLE_LAYER_SHARE * cell.num_layers)
+        triangle_fields = {
             "predictor": Streaming.name,
             "sink_blocks": 1,
             # the window of the first query of a block starts earliest, and local blocks are counted
             # from the last query
-            "local_blocks": -(-(WINDOW + base.query_block - 1) // base.key_block),
-            "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
-            "dense_layers": tuple(sorted({*range(num_dense), *base.dense_layers})),
+            "local_blocks": -(
+                -(TRIANGLE_WINDOW_TOKENS + base_config.query_block - 1) // base_config.key_block
+            ),
+            "dense_tail_blocks": -(-TRIANGLE_LAST_QUERIES // base_config.query_block),
+            "dense_layers": tuple(sorted({*range(num_dense_layers), *base_config.dense_layers})),
         }
-        return cls(base.changed(**triangle))
+        return cls(base_config.changed(**triangle_fields))
 
 
-def with_mass_share(base: CabConfig, share: float) -> CabConfig:
-    """Return ``base`` with a top-p predictor that keeps the fraction ``share`` of the mass.
+def with_mass_share(base_config: CabConfig, mass_share: float) -> CabConfig:
+    """Return ``base_config`` with a top-p predictor that keeps ``mass_share`` of the mass.
 
     The predictor is registered under a name such as "xattention:0.9".
 
     Args:
-        base: a config whose predictor is a key of `SHARES`.
-        share: fraction of the attention mass, in (0, 1].
+        base_config: a config whose predictor is a key of `TOP_P_PREDICTORS`.
+        mass_share: fraction of the attention mass, in (0, 1].
     """
-    name = f"{base.predictor}:{share}"
-    register_predictor(name, SHARES[base.predictor])
-    return replace(base, predictor=name)
+    predictor_name = f"{base_config.predictor}:{mass_share}"
+    register_predictor(predictor_name, TOP_P_PREDICTORS[base_config.predictor])
+    return replace(base_config, predictor=predictor_name)
 
 
 def logged_config(fields: Mapping[str, Any]) -> CabConfig:
@@ -444,28 +504,36 @@ def logged_config(fields: Mapping[str, Any]) -> CabConfig:
     A predictor whose name contains a fraction, such as "xattention:0.9", is registered.
     """
     fields = dict(fields)
-    predictor, _, share = fields.pop("predictor").partition(":")
-    config = CabConfig.from_dict({**fields, "predictor": predictor})
-    return with_mass_share(config, float(share)) if share else config
+    predictor_name, _, mass_share = fields.pop("predictor").partition(":")
+    config = CabConfig.from_dict({**fields, "predictor": predictor_name})
+    return with_mass_share(config, float(mass_share)) if mass_share else config
 
 
 # name of a top-p predictor -> function that builds the predictor, with the default of its fraction
 # of the mass. For xattention, 0.8 is the default of the authors' function. The authors' runs of
 # LLaMA load a threshold per head, on average 0.76 at stride 8 and 0.91 at stride 16. These
 # thresholds come from a search that is left out here.
-SHARES: dict[str, Callable[[CabConfig], SharePredictor]] = {
-    "xattention": partial(SharePredictor, default_share=0.8, score=make_strided_score(STRIDE)),
+TOP_P_PREDICTORS: dict[str, Callable[[CabConfig], SharePredictor]] = {
+    "xattention": partial(
+        SharePredictor,
+        default_mass_share=0.8,
+        score_blocks=make_strided_scorer(ANTIDIAGONAL_STRIDE),
+    ),
     # the faster of the two strides of the authors
-    "xattention_16": partial(SharePredictor, default_share=0.8, score=make_strided_score(16)),
-    "mean_pooled": partial(SharePredictor, default_share=0.95, score=compute_pooled_mass),
+    "xattention_16": partial(
+        SharePredictor, default_mass_share=0.8, score_blocks=make_strided_scorer(16)
+    ),
+    "mean_pooled": partial(
+        SharePredictor, default_mass_share=0.95, score_blocks=compute_pooled_mass
+    ),
 }
-SCORES = {
+BLOCK_SCORERS = {
     "random": draw_random_scores,
-    "antidiagonal": make_strided_score(STRIDE),
-    "oracle": make_strided_score(1),
+    "antidiagonal": make_strided_scorer(ANTIDIAGONAL_STRIDE),
+    "oracle": make_strided_scorer(1),
 }
 register_predictor(Streaming.name, StreamingPredictor)
-for _name, _score in SCORES.items():
-    register_predictor(_name, partial(ScorePredictor, score=_score))
-for _name, _share in SHARES.items():
-    register_predictor(_name, _share)
+for _predictor_name, _scorer in BLOCK_SCORERS.items():
+    register_predictor(_predictor_name, partial(ScorePredictor, score_blocks=_scorer))
+for _predictor_name, _make_predictor in TOP_P_PREDICTORS.items():
+    register_predictor(_predictor_name, _make_predictor)

@@ -11,83 +11,92 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, load_flash_function
 
 SDPA = "sdpa"
 # name of a kernel -> backend of torch's scaled_dot_product_attention
-BACKENDS = {
+SDPA_BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "PyTorch's flash": SDPBackend.FLASH_ATTENTION,
 }
 # name of a kernel -> modules that define its flash_attn_func; the first installed module is used
-FLASH = {
+FLASH_MODULES = {
     "FlashAttention-2": ("flash_attn.flash_attn_interface",),
     "FlashAttention-3": FA3_MODULES,
     "FlashAttention-4": FA4_MODULES,
 }
-PREFIX = "quickcheck "  # prefix of the names under which kernels are registered with transformers
+# prefix of the names under which kernels are registered with transformers
+REGISTERED_NAME_PREFIX = "quickcheck "
 
 
-def kernel_names(own: str, on_cpu: bool) -> list[str]:
+def list_kernel_names(own_implementation: str, is_on_cpu: bool) -> list[str]:
     """Return the names of the dense kernels to compare, the model's own implementation first.
 
     Args:
-        own: the attention implementation with which the model was loaded.
-        on_cpu: True if the model is on a CPU, where ``own`` is the only name.
+        own_implementation: the attention implementation with which the model was loaded.
+        is_on_cpu: True if the model is on a CPU, where ``own_implementation`` is the only name.
     """
-    if on_cpu:
-        return [own]
-    installed = [name for name, modules in FLASH.items() if any(map(_is_installed, modules))]
-    return [own, *BACKENDS, *installed, "cab_dense"]
+    if is_on_cpu:
+        return [own_implementation]
+    installed_names = [
+        kernel_name
+        for kernel_name, module_names in FLASH_MODULES.items()
+        if any(map(_is_installed, module_names))
+    ]
+    return [own_implementation, *SDPA_BACKENDS, *installed_names, "cab_dense"]
 
 
 @contextmanager
-def attend_with(model: Any, name: str, own: str) -> Iterator[None]:
+def attend_with(model: Any, kernel_name: str, own_implementation: str) -> Iterator[None]:
     """Switch the attention of ``model`` to a dense kernel inside the block.
 
     Args:
         model: the model.
-        name: one of `kernel_names`.
-        own: the attention implementation with which the model was loaded; it is restored after the
-            block.
+        kernel_name: one of `list_kernel_names`.
+        own_implementation: the attention implementation with which the model was loaded; it is
+            restored after the block.
 
     Raises:
         ImportError, NotImplementedError, RuntimeError, ValueError: the kernel cannot run the model.
     """
-    implementation = SDPA if name in BACKENDS else name
-    if name in FLASH:
-        implementation = PREFIX + name
-        ALL_ATTENTION_FUNCTIONS[implementation] = _flash_attention(FLASH[name])
+    implementation = SDPA if kernel_name in SDPA_BACKENDS else kernel_name
+    if kernel_name in FLASH_MODULES:
+        implementation = REGISTERED_NAME_PREFIX + kernel_name
+        ALL_ATTENTION_FUNCTIONS[implementation] = _make_flash_attention(FLASH_MODULES[kernel_name])
     try:
-        if implementation != own:
+        if implementation != own_implementation:
             model.set_attn_implementation(implementation)
-        with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
+        with (
+            sdpa_kernel(SDPA_BACKENDS[kernel_name])
+            if kernel_name in SDPA_BACKENDS
+            else nullcontext()
+        ):
             yield
     finally:
-        if implementation != own:
-            model.set_attn_implementation(own)
-        if name in FLASH:
+        if implementation != own_implementation:
+            model.set_attn_implementation(own_implementation)
+        if kernel_name in FLASH_MODULES:
             del ALL_ATTENTION_FUNCTIONS[implementation]
 
 
-def _is_installed(module: str) -> bool:
+def _is_installed(module_name: str) -> bool:
     try:
-        return find_spec(module) is not None
+        return find_spec(module_name) is not None
     except (ImportError, ValueError):
         return False
 
 
-def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, None]]:
+def _make_flash_attention(module_names: tuple[str, ...]) -> Callable[..., tuple[Tensor, None]]:
     """Return a function that computes causal attention by flash_attn_func.
 
     Its signature is that of transformers' attention functions.
 
     Args:
-        modules: modules that may define flash_attn_func; the first installed module is used.
+        module_names: modules that may define flash_attn_func; the first installed module is used.
     """
-    kernel = flash_attn("flash_attn_func", modules)
+    kernel = load_flash_function("flash_attn_func", module_names)
 
-    def attention(
+    def compute_attention(
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -105,4 +114,4 @@ def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, No
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return kernel(q, k, v, softmax_scale=scaling), None
 
-    return attention
+    return compute_attention

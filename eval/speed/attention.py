@@ -16,7 +16,7 @@ from cab_hf.call.layout import BlockLayout
 from cab_hf.config import CabConfig
 from cab_hf.engines import Engine
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import grouped, percent
+from cab_hf.eval.report import format_percent, group_rows
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_attention, check_gradients, make_backward
 from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE, Sequences, make_baselines
@@ -26,12 +26,12 @@ from cab_hf.eval.speed.runner import (
     Panel,
     Speed,
     SpeedSettings,
-    distinct_values,
-    list_option,
-    run_description,
-    varying_columns,
+    format_run_description,
+    list_distinct_values,
+    make_list_option,
+    select_varying_columns,
 )
-from cab_hf.eval.speed.timing import Bench, method_on, summarise_error
+from cab_hf.eval.speed.timing import Bench, describe_timing, summarise_error
 from cab_hf.experiment.settings import flag, option
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockPlan, KeyRanges
@@ -64,21 +64,23 @@ class Settings(SpeedSettings):
     dense_up_to: int = option(
         2**17, "longest measured length of dense attention; N² extrapolation beyond", int
     )
-    head_dims: tuple[int, ...] | None = list_option((128,), (32,), "head dims", int)
-    densities: tuple[float, ...] = list_option(
+    head_dims: tuple[int, ...] | None = make_list_option((128,), (32,), "head dims", int)
+    densities: tuple[float, ...] = make_list_option(
         (0.05, 0.1, 0.2, ALL_BLOCKS_BUDGET),
         None,
         "max_density, which is used completely; 1: all blocks",
         float,
     )
-    blocks: tuple[str, ...] | None = list_option(
+    blocks: tuple[str, ...] | None = make_list_option(
         ("128x64",), ("32x16",), "block sizes, query block x key block", str.lower
     )
-    directions: tuple[str, ...] = list_option(tuple(DIRECTIONS), None, "forward, backward or both")
-    layouts: tuple[str, ...] = list_option(
+    directions: tuple[str, ...] = make_list_option(
+        tuple(DIRECTIONS), None, "forward, backward or both"
+    )
+    layouts: tuple[str, ...] = make_list_option(
         (WHOLE,), None, f"layouts of a batch: {', '.join(LAYOUTS)}"
     )
-    engines: tuple[str, ...] | None = list_option(
+    engines: tuple[str, ...] | None = make_list_option(
         ENGINES_ON_GPU, ("reference",), "attention engines"
     )
     sinks: bool = flag("give each head an attention sink, a logit without a key")
@@ -86,35 +88,35 @@ class Settings(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # only the layout of whole rows has a check of dense kernels' gradients
+        # gradients of dense kernels are checked only for the layout `WHOLE`
         is_checked = self.layouts == (WHOLE,) or self.directions == ("forward",)
         self.check("directions", is_checked, f"forward for layouts other than {WHOLE}")
 
     def configs(self) -> list[CabConfig]:
-        return [self.config_for_case(case) for case in self.requested_cases()]
+        return [self.make_config_for_case(case) for case in self.list_requested_cases()]
 
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device, self.seconds)}; backward times are those of "
+            f"{describe_timing(self.device, self.seconds)}; backward times are those of "
             "torch.autograd.grad alone, called from Python; predict + attend is one call, and "
             "its peak excludes its inputs and includes its result; every kernel is compared with "
             "float32 attention before it is timed, an engine at the whole length, gradients on "
             f"{CHECK_LENGTH} tokens"
         )
 
-    def config_for_case(self, case: Mapping[str, Any]) -> CabConfig:
+    def make_config_for_case(self, case: Mapping[str, Any]) -> CabConfig:
         """Return CAB's config with the block sizes of ``case`` and its budget as max_density."""
         block_sizes = case["blocks"].split("x")
         self.check(
             "blocks", len(block_sizes) == 2 and all(map(str.isdigit, block_sizes)), "like 128x64"
         )
         query_block, key_block = map(int, block_sizes)
-        return self.config_with(
+        return self.make_measured_config(
             max_density=case["budget"], query_block=query_block, key_block=key_block
         )
 
-    def planner(
+    def make_planner(
         self, case: Mapping[str, Any], sinks: Tensor | None = None
     ) -> Callable[[Tensor, Tensor, KeyRanges], BlockPlan]:
         """Return a function of q, k and ranges that returns a plan.
@@ -123,7 +125,7 @@ class Settings(SpeedSettings):
             case: the case with blocks and budget.
             sinks: logits [H] of attention sinks; None without sinks.
         """
-        config = self.config_for_case(case)
+        config = self.make_config_for_case(case)
         if case["budget"] == ALL_BLOCKS_BUDGET:
             return lambda q, k, ranges: BlockPlan.causal(
                 ranges, q.shape[1], query_block=config.query_block, key_block=config.key_block
@@ -132,16 +134,16 @@ class Settings(SpeedSettings):
         # in a cascade, only anchor layers select blocks: use the first anchor layer
         layer = config.anchors[0] if config.anchors else None
 
-        def select(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
-            dim = q.shape[-1]
+        def select_blocks(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
+            head_dim = q.shape[-1]
             context = LayerContext(
-                ranges, dim**-0.5, layer, channels=llama_channels(dim), sinks=sinks
+                ranges, head_dim**-0.5, layer, channels=llama_channels(head_dim), sinks=sinks
             )
             return predict(q, k, context)
 
-        return select
+        return select_blocks
 
-    def random_sinks(self, device: torch.device) -> Tensor | None:
+    def draw_random_sinks(self, device: torch.device) -> Tensor | None:
         """Return random logits [H] of attention sinks; None without sinks."""
         generator = torch.Generator(device).manual_seed(self.seed)
         return torch.randn(self.heads, device=device, generator=generator) if self.sinks else None
@@ -158,10 +160,10 @@ class Attention(Speed):
     title = "Speed of attention"
     caption = "time and rate of attention by length"
     Settings = Settings
-    CASE = tuple(Settings.CASE_OPTIONS)
-    GROWS = (*Settings.CASE_OPTIONS.values(), "cab")
+    CASE_FIELDS = tuple(Settings.CASE_OPTIONS)
+    EXTENSIBLE_SETTINGS = (*Settings.CASE_OPTIONS.values(), "cab")
 
-    ADDED = {"layout": WHOLE, "causal_pairs": None}
+    ADDED_DEFAULTS = {"layout": WHOLE, "causal_pairs": None}
     COPIED_SETTINGS = ("batch", "heads", "kv_heads", "dtype")
     RESULT_FIELDS = ("density", "listed_pairs", "causal_pairs", "predict_ms")
     RESULT_FIELDS_BY_NAME = (*ENGINE_FIELDS, *dense.BASELINE_FIELDS)
@@ -179,7 +181,7 @@ class Attention(Speed):
     LONGEST_FIRST = True
     PANELS = (
         Panel("time", "ms", ("ms",)),
-        Panel("rate of attending", "TFLOP/s", ("tflops",), log=False),
+        Panel("rate of attending", "TFLOP/s", ("tflops",), is_logarithmic=False),
     )
     NOTES = {
         "": "A budget is a max_density, and 1 attends to everything. Density is the result: "
@@ -193,7 +195,7 @@ class Attention(Speed):
     @staticmethod
     def describe_run(settings: Mapping[str, Any]) -> str:
         head_dims = ", ".join(map(str, settings["head_dims"]))
-        description = run_description(
+        description = format_run_description(
             f"Batch {settings['batch']}, {settings['heads']} query heads and "
             f"{settings['kv_heads']} KV heads of {head_dims} channels, {settings['dtype']}; inputs "
             f"are {INPUTS_DESCRIPTION}, not those of a model",
@@ -201,7 +203,7 @@ class Attention(Speed):
         )
         longest_measured = settings["dense_up_to"]
         extrapolation_note = (
-            f"≈: extrapolated by N² beyond {longest_measured:,} tokens. {dense.BREAK_EVEN}"
+            f"≈: extrapolated by N² beyond {longest_measured:,} tokens. {dense.BREAK_EVEN_NOTE}"
         )
         return f"{description}\n\n{extrapolation_note}"
 
@@ -224,14 +226,16 @@ class Attention(Speed):
     def fill_sample(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
         sequences, q, k, v = make_inputs(settings, bench, sample)
-        config = settings.config_for_case(sample)
-        layout = sequences.block_layout(config.query_block, config.key_block)
-        sinks = settings.random_sinks(bench.device)
-        layer = Layer(q, k, v, layout=layout, planner=settings.planner(sample, sinks), sinks=sinks)
-        plan = layer.select()
-        sample |= count_pairs(plan, settings.heads) | {"causal_pairs": sequences.causal_pairs}
+        config = settings.make_config_for_case(sample)
+        layout = sequences.make_block_layout(config.query_block, config.key_block)
+        sinks = settings.draw_random_sinks(bench.device)
+        layer = Layer(
+            q, k, v, layout=layout, planner=settings.make_planner(sample, sinks), sinks=sinks
+        )
+        plan = layer.select_blocks()
+        sample |= count_pairs(plan, settings.heads) | {"causal_pairs": sequences.num_causal_pairs}
         if _includes_selection(sample):
-            sample["predict_ms"] = self.time(sample, "predicting", layer.select).ms
+            sample["predict_ms"] = self.time_call(sample, "predicting", layer.select_blocks).ms
         workload = engines.Workload(
             device=bench.device.type,
             head_dim=sample["head_dim"],
@@ -272,24 +276,24 @@ class Attention(Speed):
             layer: the layer.
             plan: the plan of the layer.
         """
-        q, k, v = layer.reordered_inputs()
+        q, k, v = layer.reorder_inputs()
         attend_by_engine = partial(layer.attend, engine=engine, plan=plan)
         if sample["direction"] == "backward":
             timed_call = make_backward(attend_by_engine, q, k, v)
             sample["attend_ms"][engine_name] = self.bench.time(timed_call, graph=False).ms
         else:
-            sample["attend_ms"][engine_name] = self.time(
+            sample["attend_ms"][engine_name] = self.time_call(
                 sample, engine_name, partial(attend_by_engine, q, k, v)
             ).ms
             if not _includes_selection(sample):
                 return
             timed_call = partial(layer.select_and_attend, engine)
-            timing = self.time(sample, f"predicting and {engine_name}", timed_call)
+            timing = self.time_call(sample, f"predicting and {engine_name}", timed_call)
             sample["total_ms"][engine_name], sample["total_eager_ms"][engine_name] = (
                 timing.ms,
                 timing.eager_ms,
             )
-        sample["peak_mib"][engine_name] = self.bench.peak(timed_call)[1]
+        sample["peak_mib"][engine_name] = self.bench.measure_peak(timed_call)[1]
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -308,12 +312,12 @@ class Attention(Speed):
                 layouts.index(row["layout"]),
             )
         )
-        for group in grouped(rows, ["head_dim", "direction", "layout"]):
-            for row in group:
-                engine_times = _engine_times(row)
-                row["engine"] = min(engine_times, key=engine_times.__getitem__, default=None)
-                row["ms"] = engine_times.get(row["engine"])
-                row |= dense.compare_with_dense(row, group, preferred=()) | {
+        for comparable_rows in group_rows(rows, ["head_dim", "direction", "layout"]):
+            for row in comparable_rows:
+                ms_by_engine = _get_ms_by_engine(row)
+                row["engine"] = min(ms_by_engine, key=ms_by_engine.__getitem__, default=None)
+                row["ms"] = ms_by_engine.get(row["engine"])
+                row |= dense.compare_with_dense(row, comparable_rows, preferred_names=()) | {
                     "tflops": compute_tflops(row)
                 }
         return rows
@@ -321,39 +325,43 @@ class Attention(Speed):
     @classmethod
     def display_rows(cls, rows: Sequence[Row]) -> list[Row]:
         """Return one row per engine, with the break-even length against dense attention."""
-        fields, engine_rows = (*ENGINE_FIELDS, "tflops"), []
+        value_fields, engine_rows = (*ENGINE_FIELDS, "tflops"), []
         # these columns come first
         leading_fields = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
         for row in rows:
-            for name, ms in _engine_times(row).items():
-                engine_fields = {field: (row[field] or {}).get(name) for field in fields}
+            for engine_name, ms in _get_ms_by_engine(row).items():
+                engine_fields = {
+                    field: (row[field] or {}).get(engine_name) for field in value_fields
+                }
                 ratio = row["baseline_ms"] and ms / row["baseline_ms"]
-                engine_fields |= {"ms": ms, "ratio": ratio, "way": f"cab {name}"}
+                engine_fields |= {"ms": ms, "ratio": ratio, "way": f"cab {engine_name}"}
                 engine_rows.append({**leading_fields, **row, **engine_fields})
-        for engine_group in grouped(engine_rows, [*CONFIGURATION_FIELDS, "way"]):
+        for engine_group in group_rows(engine_rows, [*CONFIGURATION_FIELDS, "way"]):
             break_even = dense.describe_break_even(engine_group)
             for row in engine_group:
                 row["break_even"] = break_even
         return engine_rows
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(rows: Sequence[Row]) -> list[str]:
         """Return a sentence per direction that compares the smallest budget with dense attention.
 
         The sentence is about the longest sequence that was measured with this budget.
         """
         sentences = []
         timed_rows = [row for row in rows if row["ratio"] is not None]
-        for direction_rows in grouped(timed_rows, ["direction"]):
+        for direction_rows in group_rows(timed_rows, ["direction"]):
             row = min(direction_rows, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
             configuration_rows = [
                 other_row
                 for other_row in direction_rows
-                if all(other_row[name] == row[name] for name in CONFIGURATION_FIELDS)
+                if all(
+                    other_row[field_name] == row[field_name] for field_name in CONFIGURATION_FIELDS
+                )
             ]
             columns = {"head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
-            distinguishing_values = distinct_values(row, varying_columns(rows, columns))
-            density_phrase = f"{percent(row['density'])} of the pairs by {row['engine']}"
+            distinguishing_values = list_distinct_values(row, select_varying_columns(rows, columns))
+            density_phrase = f"{format_percent(row['density'])} of the pairs by {row['engine']}"
             selection_phrases = ["selecting blocks included"] if _includes_selection(row) else []
             subject = ", ".join(
                 [
@@ -388,11 +396,11 @@ class Layer:
     planner: Callable[[Tensor, Tensor, KeyRanges], BlockPlan]
     sinks: Tensor | None
 
-    def reordered_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+    def reorder_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in the order of the layout."""
         return self.layout.queries(self.q), self.layout.keys(self.k), self.layout.keys(self.v)
 
-    def select(self) -> BlockPlan:
+    def select_blocks(self) -> BlockPlan:
         """Reorder q and k, select blocks, and return the plan."""
         layout = self.layout
         return self.planner(layout.queries(self.q), layout.keys(self.k), layout.ranges)
@@ -401,7 +409,7 @@ class Layer:
         """Return attention in the order of the inputs, [B, H, N, D].
 
         Args:
-            q, k, v: result of `reordered_inputs`.
+            q, k, v: result of `reorder_inputs`.
             engine: the engine.
             plan: the plan.
         """
@@ -418,7 +426,7 @@ class Layer:
 
     def select_and_attend(self, engine: Engine) -> Tensor:
         """Reorder the inputs once, select blocks, and return attention [B, H, N, D]."""
-        q, k, v = self.reordered_inputs()
+        q, k, v = self.reorder_inputs()
         plan = self.planner(q, k, self.layout.ranges)
         return self.attend(q, k, v, engine=engine, plan=plan)
 
@@ -428,7 +436,7 @@ class Layer:
         Raises:
             ArithmeticError: a relative error exceeds its tolerance.
         """
-        q, k, v = self.reordered_inputs()
+        q, k, v = self.reorder_inputs()
         out = engine.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5)
         check_attention(out=out, q=q, k=k, v=v, plan=plan)
         if backward:
@@ -449,11 +457,11 @@ def make_inputs(
         seed=settings.seed,
         device=bench.device,
     )
-    q, k, v = settings.random_heads(
+    q, k, v = settings.draw_random_heads(
         sequences.num_slots,
         head_dim=case["head_dim"],
         device=bench.device,
-        names="qkv",
+        tensor_names="qkv",
         batch=sequences.num_rows,
     )
     return sequences, q, k, v
@@ -475,7 +483,7 @@ def time_baselines(
         sequences, q, k, v = make_inputs(settings, bench, case)
     except torch.OutOfMemoryError as error:
         return {
-            "not_measured": dict.fromkeys(dense.baselines_on(bench.device), summarise_error(error))
+            "not_measured": dict.fromkeys(dense.get_baselines(bench.device), summarise_error(error))
         }
     return dense.measure_baselines(
         q,
@@ -485,7 +493,7 @@ def time_baselines(
         bench=bench,
         backward=backward,
         baselines=make_baselines(sequences),
-        check_kernel=sequences.check,
+        check_kernel=sequences.check_kernel,
     )
 
 
@@ -510,12 +518,15 @@ def compute_tflops(row: Row) -> dict[str, float]:
     """
     # rows of earlier versions have no causal_pairs
     num_causal_pairs = row["heads"] * (row["causal_pairs"] or row["batch"] * row["length"] ** 2 / 2)
-    num_pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
-    num_pairs |= dict.fromkeys(row["baselines"], num_causal_pairs)
+    num_pairs_by_kernel = {kernel_name: row["listed_pairs"] for kernel_name in row["attend_ms"]}
+    num_pairs_by_kernel |= dict.fromkeys(row["baselines"], num_causal_pairs)
     # each of two forward products needs a multiplication and an addition per pair and channel
     flops_per_pair = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
-    ms_by_name = row["attend_ms"] | row["baselines"]
-    return {name: flops_per_pair * num_pairs[name] / ms / 1e9 for name, ms in ms_by_name.items()}
+    ms_by_kernel = row["attend_ms"] | row["baselines"]
+    return {
+        kernel_name: flops_per_pair * num_pairs_by_kernel[kernel_name] / ms / 1e9
+        for kernel_name, ms in ms_by_kernel.items()
+    }
 
 
 def _includes_selection(row: Row) -> bool:
@@ -523,6 +534,6 @@ def _includes_selection(row: Row) -> bool:
     return row["direction"] == "forward" and row["budget"] != ALL_BLOCKS_BUDGET
 
 
-def _engine_times(row: Row) -> Mapping[str, float]:
+def _get_ms_by_engine(row: Row) -> Mapping[str, float]:
     """Return engine -> ms, which include block selection if `_includes_selection`."""
     return row["total_ms" if _includes_selection(row) else "attend_ms"]

@@ -19,18 +19,18 @@ from cab_hf.distributed import predict, zigzag_attention
 from cab_hf.distributed.sharding import Sharding, get_sharding
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import grouped, percent
+from cab_hf.eval.report import format_percent, group_rows
 from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, require_close
-from cab_hf.eval.speed.rank_group import MAX_RUN_SECONDS, Ranked, RankGroup
+from cab_hf.eval.speed.rank_group import MAX_RUN_SECONDS, RankedSpeed, RankGroup
 from cab_hf.eval.speed.runner import (
     INPUTS_DESCRIPTION,
     KEEP_ALL_BLOCKS,
     Panel,
     Speed,
     SpeedSettings,
-    densities,
-    list_option,
-    run_description,
+    format_run_description,
+    make_densities_option,
+    make_list_option,
 )
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.timing import MAX_RUNS
@@ -69,12 +69,11 @@ RANK_SCHEMES = {
     "grouped+cab": Scheme(zigzag_attention, is_sparse=True),
 }
 SCHEMES = ONE_RANK_SCHEMES | RANK_SCHEMES
-DERIVED_FIELDS = ("iterations_s", "alone_ms", "efficiency")
+EFFICIENCY_FIELDS = ("iterations_s", "alone_ms", "efficiency")
 # name -> (query heads, KV heads, channels per head)
 HEAD_SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
-MAX_CALLS_PER_RUN = (
-    8  # largest number of calls in a timed run, which takes at most `MAX_RUN_SECONDS`
-)
+# largest number of calls in a timed run, which takes at most `MAX_RUN_SECONDS`
+MAX_CALLS_PER_RUN = 8
 SELECTION_SECONDS = 0.5  # total time of the runs that time block selection
 # Dense attention of more than WARM_UP_TOKENS tokens warms up on a sequence of WARM_UP_TOKENS. The
 # first call on the whole sequence then counts as a timed run if it takes more than WARM_UP_SECONDS.
@@ -92,15 +91,15 @@ class Settings(SpeedSettings):
     NON_NEGATIVE = ("seconds",)
     CHOICES = {"shape": HEAD_SHAPES, "directions": DIRECTIONS, "schemes": RANK_SCHEMES}
 
-    lengths: tuple[int, ...] | None = list_option(
+    lengths: tuple[int, ...] | None = make_list_option(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole sequence", parse_length
     )
     shape: str | None = by_device(
         "llama3-8b", "tiny", f"shape of the heads: {', '.join(HEAD_SHAPES)}"
     )
-    max_density: tuple[str, ...] = densities("0.1")
-    directions: tuple[str, ...] = list_option(DIRECTIONS, None, " or ".join(DIRECTIONS))
-    schemes: tuple[str, ...] = list_option(
+    max_density: tuple[str, ...] = make_densities_option("0.1")
+    directions: tuple[str, ...] = make_list_option(DIRECTIONS, None, " or ".join(DIRECTIONS))
+    schemes: tuple[str, ...] = make_list_option(
         tuple(RANK_SCHEMES), None, "schemes to compare over ranks"
     )
     runs: int = option(3, "timed runs of a case, at least", int)
@@ -112,16 +111,16 @@ class Settings(SpeedSettings):
         self.check("device", self.device in ("cuda", "cpu"), accepted_devices)
 
     def configs(self) -> list[CabConfig]:
-        return [self.config_with_density(length) for length in self.lengths]
+        return [self.make_config_with_density(length) for length in self.lengths]
 
     batch = 1
     heads = property(lambda self: HEAD_SHAPES[self.shape][0])
     kv_heads = property(lambda self: HEAD_SHAPES[self.shape][1])
     head_dim = property(lambda self: HEAD_SHAPES[self.shape][2])
 
-    def config_with_density(self, length: int) -> CabConfig:
+    def make_config_with_density(self, length: int) -> CabConfig:
         """Return CAB's config with the ``max_density`` for sequences of ``length`` tokens."""
-        config = self.config_with(max_density=self.density_at(length))
+        config = self.make_measured_config(max_density=self.get_density_at_length(length))
         max_block_tokens = max(config.query_block, config.key_block)
         if DENSE_BLOCK_SIZE % max_block_tokens:
             raise ValueError(
@@ -144,7 +143,7 @@ class Settings(SpeedSettings):
         )
 
 
-class ContextParallel(Ranked):
+class ContextParallel(RankedSpeed):
     """The experiment that times attention of one layer over ranks.
 
     A case is one number of ranks, length, direction and scheme.
@@ -155,14 +154,14 @@ class ContextParallel(Ranked):
     title = "Context parallelism"
     caption = "efficiency over ranks by length"
     Settings = Settings
-    CASE = ("world", "length", "direction", "scheme")
-    GROWS = (*Speed.GROWS, "worlds", "directions", "schemes")
+    CASE_FIELDS = ("world", "length", "direction", "scheme")
+    EXTENSIBLE_SETTINGS = (*Speed.EXTENSIBLE_SETTINGS, "worlds", "directions", "schemes")
     COPIED_SETTINGS = ("shape", "dtype")
     RESULT_FIELDS = (
         *("ms", "runs", "in_a_row", "each_ms", "peak_gib"),
         *("ran_as", "density", "choose_ms"),
     )
-    ADDED = {"each_ms": None}
+    ADDED_DEFAULTS = {"each_ms": None}
     MIN_RANKS = 1  # a run on one rank measures the baseline of runs on several ranks
     GROUP_FIELDS = {"direction": "direction", "ranks": "world", "scheme": "scheme"}
     PANEL_HEADINGS = ("direction",)
@@ -171,7 +170,7 @@ class ContextParallel(Ranked):
         *("needed", "collectives_ms", "received_bytes"),  # fields of earlier versions
     )
     LONGEST_FIRST = True
-    PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), log=False),)
+    PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), is_logarithmic=False),)
     NOTES = {
         "": "Alone is one rank with the whole sequence. Efficiency is its time divided by the "
         "number of ranks and their time."
@@ -180,7 +179,7 @@ class ContextParallel(Ranked):
     @staticmethod
     def describe_run(settings: Mapping[str, Any]) -> str:
         heads, kv_heads, head_dim = HEAD_SHAPES[settings["shape"]]
-        return run_description(
+        return format_run_description(
             f"One layer of {settings['shape']}: {heads} query and {kv_heads} key heads of "
             f"{head_dim}, {settings['dtype']}; inputs are {INPUTS_DESCRIPTION}; max_density "
             f"{', '.join(settings['max_density'])}",
@@ -200,8 +199,8 @@ class ContextParallel(Ranked):
         for length in settings.lengths:
             for scheme in (*one_rank_schemes, *rank_schemes):
                 for direction in settings.directions:
-                    case_ranks = 1 if scheme in ONE_RANK_SCHEMES else num_ranks
-                    case = {"world": case_ranks, "length": length, "direction": direction}
+                    num_case_ranks = 1 if scheme in ONE_RANK_SCHEMES else num_ranks
+                    case = {"world": num_case_ranks, "length": length, "direction": direction}
                     yield {**case, "scheme": scheme}
 
     def make_bench_case(
@@ -217,8 +216,8 @@ class ContextParallel(Ranked):
         return BenchCase(
             scheme=SCHEMES[sample["scheme"]],
             length=length,
-            group=ranks.group,
-            config=self.settings.config_with_density(sample["length"]),
+            process_group=ranks.process_group,
+            config=self.settings.make_config_with_density(sample["length"]),
         )
 
     def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
@@ -227,7 +226,7 @@ class ContextParallel(Ranked):
         # for the check, each rank has two chunks of two blocks, and the last block is incomplete
         check_case = self.make_bench_case(sample, ranks, 4 * ranks.size * DENSE_BLOCK_SIZE - 37)
         ranks.call_on_all_ranks(
-            lambda: check_scheme(check_case, self.full_inputs(check_case), backward)
+            lambda: check_scheme(check_case, self.make_full_inputs(check_case), backward)
         )
         bench_case, warm_up_seconds = (
             self.make_bench_case(sample, ranks, sample["length"]),
@@ -237,11 +236,11 @@ class ContextParallel(Ranked):
             warm_up_seconds = WARM_UP_SECONDS
             warm_up_case = self.make_bench_case(sample, ranks, WARM_UP_TOKENS)
             ranks.call_on_all_ranks(
-                warm_up_case.make_call(self.local_inputs(warm_up_case, ranks, backward))
+                warm_up_case.make_call(self.make_local_inputs(warm_up_case, ranks, backward))
             )
         bench.free_memory()
-        inputs = self.local_inputs(bench_case, ranks, backward)
-        sample["ran_as"] = bench_case.kernel_label(inputs)
+        inputs = self.make_local_inputs(bench_case, ranks, backward)
+        sample["ran_as"] = bench_case.get_kernel_label(inputs)
         sample |= ranks.time_slowest(
             bench,
             bench_case.make_call(inputs),
@@ -255,21 +254,23 @@ class ContextParallel(Ranked):
             pair_counts = ranks.all_gather(
                 ranks.call_on_all_ranks(lambda: tuple(map(int, select_blocks().pairs())))
             )
-            num_attended = sum(rank_attended for rank_attended, _ in pair_counts)
-            sample["density"] = num_attended / sum(rank_causal for _, rank_causal in pair_counts)
+            num_attended_pairs = sum(rank_attended_pairs for rank_attended_pairs, _ in pair_counts)
+            sample["density"] = num_attended_pairs / sum(
+                rank_causal_pairs for _, rank_causal_pairs in pair_counts
+            )
             sample["choose_ms"] = ranks.time_slowest(
                 bench, select_blocks, settings.runs, SELECTION_SECONDS
             ).ms
 
-    def full_inputs(self, bench_case: BenchCase) -> Inputs:
+    def make_full_inputs(self, bench_case: BenchCase) -> Inputs:
         """Return q, k and v of the whole sequence of a turn, equal on every rank."""
         settings = self.settings
-        q, k, v = settings.random_heads(
+        q, k, v = settings.draw_random_heads(
             bench_case.length, settings.head_dim, self.bench.device, "qkv"
         )
         return Inputs(q, k, v)
 
-    def local_inputs(self, bench_case: BenchCase, ranks: RankGroup, backward: bool) -> Inputs:
+    def make_local_inputs(self, bench_case: BenchCase, ranks: RankGroup, backward: bool) -> Inputs:
         """Return this rank's shards of random q, k and v.
 
         Args:
@@ -279,7 +280,7 @@ class ContextParallel(Ranked):
         """
 
         def make_shards() -> Inputs:
-            full_inputs = self.full_inputs(bench_case)
+            full_inputs = self.make_full_inputs(bench_case)
             q, k, v = (
                 bench_case.take_shard(x) for x in (full_inputs.q, full_inputs.k, full_inputs.v)
             )
@@ -289,11 +290,13 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a row per sample with the fields `DERIVED_FIELDS`, among them the efficiency.
+        """Return a row per sample with the fields `EFFICIENCY_FIELDS`, among them the efficiency.
 
         Rows are sorted by direction, length, number of ranks and scheme.
         """
-        rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED_FIELDS)} for sample in samples]
+        rows = [
+            {**sample, "measured": True, **dict.fromkeys(EFFICIENCY_FIELDS)} for sample in samples
+        ]
         rows.sort(key=lambda row: list(SCHEMES).index(row["scheme"]))
         rows.sort(key=lambda row: (DIRECTIONS.index(row["direction"]), row["length"], row["world"]))
         ms_by_case = {(row["scheme"], row["direction"], row["length"]): row["ms"] for row in rows}
@@ -301,29 +304,31 @@ class ContextParallel(Ranked):
             ms, scheme = row["ms"], SCHEMES[row["scheme"]]
             row["iterations_s"] = ms and 1e3 / ms
             if scheme.function is not None:
-                alone_ms = ms_by_case.get((scheme.baseline_scheme, row["direction"], row["length"]))
-                row["alone_ms"] = alone_ms
-                row["efficiency"] = alone_ms / ms / row["world"] if ms and alone_ms else None
+                one_rank_ms = ms_by_case.get(
+                    (scheme.baseline_scheme, row["direction"], row["length"])
+                )
+                row["alone_ms"] = one_rank_ms
+                row["efficiency"] = one_rank_ms / ms / row["world"] if ms and one_rank_ms else None
         return rows
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(rows: Sequence[Row]) -> list[str]:
         """Return a sentence per direction that lists the efficiency of each scheme.
 
         The sentence covers the largest number of ranks, and the longest sequence on these ranks.
         """
         sentences = []
         rows_with_efficiency = [row for row in rows if row["efficiency"] is not None]
-        for direction_rows in grouped(rows_with_efficiency, ["direction"]):
+        for direction_rows in group_rows(rows_with_efficiency, ["direction"]):
             longest_row = max(direction_rows, key=lambda row: (row["world"], row["length"]))
-            (last_rows,) = (
+            (largest_rows,) = (
                 rows_of_length
-                for rows_of_length in grouped(direction_rows, ["world", "length"])
+                for rows_of_length in group_rows(direction_rows, ["world", "length"])
                 if longest_row in rows_of_length
             )
-            last_rows.sort(key=lambda row: -row["efficiency"])
+            largest_rows.sort(key=lambda row: -row["efficiency"])
             scheme_phrases = ", ".join(
-                f"{row['scheme']} {percent(row['efficiency'])}" for row in last_rows
+                f"{row['scheme']} {format_percent(row['efficiency'])}" for row in largest_rows
             )
             sentences.append(
                 f"{longest_row['direction'].capitalize()} of {longest_row['length']:,} tokens on "
@@ -358,7 +363,7 @@ class BenchCase:
     Attributes:
         scheme: the scheme.
         length: tokens of the whole sequence.
-        group: the ranks of the sequence; None for one rank.
+        process_group: the ranks of the sequence; None for one rank.
         config: CAB's config. Dense schemes use only its engine.
         ranges: key ranges of this rank's queries. The first call sets the ranges, and later calls
             reuse them, as the layers of a model do. None before the first call.
@@ -366,7 +371,7 @@ class BenchCase:
 
     scheme: Scheme
     length: int
-    group: ProcessGroup | None
+    process_group: ProcessGroup | None
     config: CabConfig
     ranges: KeyRanges | None = None
 
@@ -375,25 +380,31 @@ class BenchCase:
         """The distribution of the tokens over ranks; None for one rank."""
         if self.scheme.function is None:
             return None
-        return get_sharding((self.length,), self.group.size(), DENSE_BLOCK_SIZE)
+        return get_sharding((self.length,), self.process_group.size(), DENSE_BLOCK_SIZE)
 
     @property
     def sharding_options(self) -> dict[str, Any]:
         """The keyword arguments of `zigzag_attention` and `predict` that describe the sharding."""
-        return {"group": self.group, "cu_seqlens": (0, self.length), "block": DENSE_BLOCK_SIZE}
+        return {
+            "group": self.process_group,
+            "cu_seqlens": (0, self.length),
+            "block": DENSE_BLOCK_SIZE,
+        }
 
     def take_shard(self, x: Tensor) -> Tensor:
         """Return this rank's shard [B, H, n, D] of ``x`` [B, H, N, D]; ``x`` itself on one rank."""
         if self.sharding is None:
             return x
-        slots = self.sharding.sequence_index[self.group.rank()].to(x.device)
+        slots = self.sharding.sequence_index[self.process_group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
-    def zero_padding(self, x: Tensor) -> Tensor:
+    def set_padding_to_zero(self, x: Tensor) -> Tensor:
         """Return this rank's ``x`` [B, H, n, D] with zeros at padding tokens."""
         if self.sharding is None:
             return x
-        return x.masked_fill(~self.sharding.is_real[self.group.rank()].to(x.device)[:, None], 0.0)
+        return x.masked_fill(
+            ~self.sharding.is_real[self.process_group.rank()].to(x.device)[:, None], 0.0
+        )
 
     @torch.no_grad()
     def select_blocks(self, q: Tensor, k: Tensor) -> BlockPlan | None:
@@ -410,19 +421,19 @@ class BenchCase:
             return full_plan(self.ranges, DENSE_BLOCK_SIZE)
         return make_predictor(self.config)(q, k, LayerContext(self.ranges, q.shape[-1] ** -0.5))
 
-    def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
+    def make_workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
         """Return the workload of the engine, for training if the inputs require gradients."""
-        blocks = self.config.query_block, self.config.key_block
+        block_sizes = self.config.query_block, self.config.key_block
         return Workload.of(
-            q, k, v, blocks if self.scheme.is_sparse else (DENSE_BLOCK_SIZE, DENSE_BLOCK_SIZE)
+            q, k, v, block_sizes if self.scheme.is_sparse else (DENSE_BLOCK_SIZE, DENSE_BLOCK_SIZE)
         )
 
-    def kernel_label(self, inputs: Inputs) -> str:
+    def get_kernel_label(self, inputs: Inputs) -> str:
         """Return the name of the kernels that compute attention of ``inputs``."""
         has_gradient = inputs.gradient is not None
         with torch.set_grad_enabled(has_gradient):
             q, k, v = (x.detach().requires_grad_(has_gradient) for x in inputs[:3])
-            workload = self.workload(q, k, v)
+            workload = self.make_workload(q, k, v)
         return engines.choose(self.config.engine, workload).label(workload)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -433,10 +444,10 @@ class BenchCase:
         """
         plan = self.select_blocks(q, k)
         if self.sharding is None:
-            engine = engines.choose(self.config.engine, self.workload(q, k, v))
+            engine = engines.choose(self.config.engine, self.make_workload(q, k, v))
             return engine.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5, return_lse=True)[0]
-        options = {"plan": plan, "engine": self.config.engine, "check": False}
-        return self.scheme.function(q, k, v, **options, **self.sharding_options)[0]
+        attention_options = {"plan": plan, "engine": self.config.engine, "check": False}
+        return self.scheme.function(q, k, v, **attention_options, **self.sharding_options)[0]
 
     def make_call(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
         """Return a function that computes attention, and gradients if ``inputs`` has a gradient.
@@ -494,7 +505,7 @@ def check_scheme(bench_case: BenchCase, inputs: Inputs, backward: bool) -> None:
     if backward:
         # padding queries have no loss, so that the gradient of their output is zero
         local_inputs = local_inputs._replace(
-            gradient=bench_case.zero_padding(bench_case.take_shard(gradient))
+            gradient=bench_case.set_padding_to_zero(bench_case.take_shard(gradient))
         )
         expected_tensors = attend_with_gradients(
             attend_by_reference, exact_inputs._replace(gradient=gradient.float())
@@ -505,8 +516,8 @@ def check_scheme(bench_case: BenchCase, inputs: Inputs, backward: bool) -> None:
     tensor_names = ("output", "gradient of q", "gradient of k", "gradient of v")
     for name, actual, expected in zip(tensor_names, actual_tensors, expected_tensors, strict=False):
         require_close(
-            bench_case.zero_padding(actual),
-            bench_case.zero_padding(bench_case.take_shard(expected)),
+            bench_case.set_padding_to_zero(actual),
+            bench_case.set_padding_to_zero(bench_case.take_shard(expected)),
             location=f"in the {name} at {bench_case.length} tokens",
             tolerance=CHECK_TOLERANCE if name == "output" else CHECK_GRADIENT_TOLERANCE,
         )

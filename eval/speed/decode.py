@@ -21,13 +21,13 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.kv_cache import make_cache_arguments
-from cab_hf.eval.report import grouped
+from cab_hf.eval.report import group_rows
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn, require_close
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, load_flash_function, require_close
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.runner import Panel
-from cab_hf.eval.speed.timing import Bench, method_on
+from cab_hf.eval.speed.timing import Bench, describe_timing
 from cab_hf.experiment.settings import option, parse_length
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
@@ -36,9 +36,12 @@ from cab_hf.ops.decode import Choice, reference
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes of the tensor that `measure_bandwidth` sums
+BANDWIDTH_TEST_BYTES = {
+    "cuda": 4 << 30,
+    "cpu": 16 << 20,
+}  # bytes of the tensor that `measure_bandwidth` sums
 CAB = "cab"
-ATTENTION, MODEL = BENCHMARK_PARTS = (
+ATTENTION_PART, MODEL_PART = BENCHMARK_PARTS = (
     "attention",
     "model",
 )  # in the order of measurement, the faster first
@@ -46,11 +49,11 @@ CASE_FIELDS = ("part", "length", "batch", "way", "mode", "budget")
 CAB_STAGES = ("index", "choose", "attend")  # stages of a cab step, which are also timed separately
 
 
-COMPILED, DYNAMIC = "compiled", "dynamic"
+COMPILED_MODE, DYNAMIC_MODE = "compiled", "dynamic"
 MODES = {
-    COMPILED: 'a static cache, torch.compile(mode="reduce-overhead", fullgraph=True)',
+    COMPILED_MODE: 'a static cache, torch.compile(mode="reduce-overhead", fullgraph=True)',
     "static": "a static cache, eager",
-    DYNAMIC: "a dynamic cache, eager",
+    DYNAMIC_MODE: "a dynamic cache, eager",
 }
 # the number of slots of a static cache is a multiple of this number, because kernels with a mask
 # would pad K and V to such a multiple in every step
@@ -68,13 +71,14 @@ NOTES = (
     "of attention on the selected keys. Full error: relative error of cab with all keys "
     "selected.\n\nThe model attends by transformers' sdpa or by cab, here at any min_length, but "
     "never below four times decode_tokens. "
-    f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. First s includes compiling."
+    f"{'; '.join(f'{mode}: {description}' for mode, description in MODES.items())}. "
+    "First s includes compiling."
 )
 
 
-def parse_budget(text: str) -> int | float:
+def parse_budget(budget_text: str) -> int | float:
     """Parse ``decode_tokens``: a number of tokens such as 4096 or 4k, or a fraction such as 0.1."""
-    return float(text) if "." in text else parse_length(text)
+    return float(budget_text) if "." in budget_text else parse_length(budget_text)
 
 
 def count_budget_keys(budget: float, length: int) -> int:
@@ -95,14 +99,14 @@ class Step(NamedTuple):
         q: one query per head, [B, H, 1, D].
         k, v: cached keys and values, [B, H_kv, N, D], contiguous like caches of transformers.
         weights: attention weights over all keys, float32 [B, H_kv, H / H_kv, N].
-        expected: attention over all keys, float32 [B, H, 1, D].
+        expected_out: attention over all keys, float32 [B, H, 1, D].
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     weights: Tensor
-    expected: Tensor
+    expected_out: Tensor
 
     @property
     def scale(self) -> float:
@@ -117,7 +121,7 @@ class Step(NamedTuple):
 
 # all kernels with equal length and batch use the same cached inputs
 @lru_cache(maxsize=1)
-def random_step(
+def make_random_step(
     settings: Settings, length: int, batch: int, head_dim: int, device: torch.device
 ) -> Step:
     """Return the inputs and the exact attention of a decode step of random sequences.
@@ -131,8 +135,8 @@ def random_step(
         head_dim: channels per head.
         device: device of all tensors.
     """
-    q, k, v = settings.random_heads(
-        length, head_dim=head_dim, device=device, names="qkv", batch=batch
+    q, k, v = settings.draw_random_heads(
+        length, head_dim=head_dim, device=device, tensor_names="qkv", batch=batch
     )
     q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
     # [B, H_kv, H / H_kv, D]
@@ -143,7 +147,7 @@ def random_step(
         for sequence_queries, keys in zip(queries, k, strict=True)
     ]
     weights = torch.stack(logits).softmax(-1)
-    return Step(q=q, k=k, v=v, weights=weights, expected=sum_weighted_values(weights, v))
+    return Step(q=q, k=k, v=v, weights=weights, expected_out=sum_weighted_values(weights, v))
 
 
 def sum_weighted_values(weights: Tensor, v: Tensor) -> Tensor:
@@ -162,16 +166,16 @@ def sum_weighted_values(weights: Tensor, v: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def measure_bandwidth(bench: Bench) -> float:
     """Return the GB/s at which a large tensor is read and summed."""
-    num_elements = READ_BYTES[bench.device.type] // torch.bfloat16.itemsize
+    num_elements = BANDWIDTH_TEST_BYTES[bench.device.type] // torch.bfloat16.itemsize
     read_tensor = torch.zeros(num_elements, dtype=torch.bfloat16, device=bench.device)
     return read_tensor.nbytes / bench.time(lambda: read_tensor.sum(dtype=torch.float32)).ms / 1e6
 
 
 # function without arguments that computes the attention of a decode step, [B, H, 1, D]
-Call = Callable[[], Tensor]
+DecodeCall = Callable[[], Tensor]
 
 
-def _make_sdpa_call(backend: SDPBackend | None, step: Step) -> Call:
+def _make_sdpa_call(backend: SDPBackend | None, step: Step) -> DecodeCall:
     """Return a function that computes ``step`` by torch's SDPA.
 
     Args:
@@ -188,7 +192,7 @@ def _make_sdpa_call(backend: SDPBackend | None, step: Step) -> Call:
     return attend
 
 
-def _make_transformers_call(step: Step) -> Call:
+def _make_transformers_call(step: Step) -> DecodeCall:
     """Return a function that computes ``step`` by the sdpa attention of transformers.
 
     The call has a mask of all slots, as transformers passes for a static cache.
@@ -206,24 +210,26 @@ def _make_transformers_call(step: Step) -> Call:
     return attend
 
 
-def _make_flash_call(modules: tuple[str, ...], name: str, step: Step) -> Call:
+def _make_flash_call(module_names: tuple[str, ...], function_name: str, step: Step) -> DecodeCall:
     """Return a function that computes ``step`` by flash-attn, on transposed views of the cache.
 
     Args:
-        modules: as in `flash_attn`.
-        name: name of the function.
+        module_names: as in `load_flash_function`.
+        function_name: name of the function.
         step: the inputs.
     """
-    kernel = flash_attn(name, modules)
+    kernel = load_flash_function(function_name, module_names)
     q, k, v = (x.transpose(1, 2) for x in (step.q, step.k, step.v))
-    options: dict[str, Any] = {"softmax_scale": step.scale}
-    if name == "flash_attn_with_kvcache":
+    kernel_options: dict[str, Any] = {"softmax_scale": step.scale}
+    if function_name == "flash_attn_with_kvcache":
         batch, length, *_ = k.shape
-        options["cache_seqlens"] = torch.full((batch,), length, dtype=torch.int32, device=k.device)
-    return lambda: kernel(q, k, v, **options).transpose(1, 2)
+        kernel_options["cache_seqlens"] = torch.full(
+            (batch,), length, dtype=torch.int32, device=k.device
+        )
+    return lambda: kernel(q, k, v, **kernel_options).transpose(1, 2)
 
 
-DENSE_KERNELS: Mapping[str, Callable[[Step], Call]] = {
+DENSE_KERNELS: Mapping[str, Callable[[Step], DecodeCall]] = {
     "SDPA": partial(_make_sdpa_call, None),
     "transformers": _make_transformers_call,
     "FA3": partial(_make_flash_call, FA3_MODULES, "flash_attn_with_kvcache"),
@@ -242,57 +248,62 @@ class Settings(models.ModelShape):
     NON_NEGATIVE = (*models.ModelShape.NON_NEGATIVE, "seconds")
     CHOICES = {"parts": BENCHMARK_PARTS, "kernels": DENSE_KERNELS, "modes": MODES}
 
-    lengths: tuple[int, ...] | None = runner.list_option(
+    lengths: tuple[int, ...] | None = runner.make_list_option(
         (2**15, 2**17), (1024,), "tokens", parse_length
     )
-    batches: tuple[int, ...] | None = runner.list_option((1, 4, 8), (1, 2), "batch sizes", int)
-    budgets: tuple[int | float, ...] | None = runner.list_option(
+    batches: tuple[int, ...] | None = runner.make_list_option((1, 4, 8), (1, 2), "batch sizes", int)
+    budgets: tuple[int | float, ...] | None = runner.make_list_option(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
-    parts: tuple[str, ...] = runner.list_option(
+    parts: tuple[str, ...] = runner.make_list_option(
         BENCHMARK_PARTS, None, "parts to time: attention of a layer, steps of the model"
     )
-    kernels: tuple[str, ...] = runner.list_option(
+    kernels: tuple[str, ...] = runner.make_list_option(
         tuple(DENSE_KERNELS), None, "dense kernels to compare with"
     )
-    modes: tuple[str, ...] = runner.list_option(tuple(MODES), None, "modes in which the model runs")
+    modes: tuple[str, ...] = runner.make_list_option(
+        tuple(MODES), None, "modes in which the model runs"
+    )
     steps: int | None = option(32, "timed steps of the model", int)
     seconds: float = option(0.5, "seconds for timing one call, at least five runs", float)
 
     def configs(self) -> list[CabConfig]:
-        return [self.config_with_budget(budget) for budget in self.budgets]
+        return [self.make_config_with_budget(budget) for budget in self.budgets]
 
     @property
     def method(self) -> str:
         return (
-            f"attention: {method_on(self.device, self.seconds)}; every kernel is compared with "
-            "float32 attention before it is timed, cab with float32 attention over its "
+            f"attention: {describe_timing(self.device, self.seconds)}; every kernel is compared "
+            "with float32 attention before it is timed, cab with float32 attention over its "
             f"selection. Model: median of {self.steps} steps by time.perf_counter after "
             f"{WARM_UP_STEPS} warm-up steps, each of which writes its token into a cache of "
             "random keys and values; the peak is all allocated memory, including warm-up"
         )
 
-    def config_with_budget(self, budget: float) -> CabConfig:
+    def make_config_with_budget(self, budget: float) -> CabConfig:
         """Return CAB's config with ``budget`` as decode_tokens."""
-        return self.config_with(decode_tokens=budget)
+        return self.make_measured_config(decode_tokens=budget)
 
-    def requested_cases(self) -> list[dict[str, Any]]:
-        cab_ways = [(CAB, budget) for budget in self.budgets]
-        dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
+    def list_requested_cases(self) -> list[dict[str, Any]]:
+        cab_attentions = [(CAB, budget) for budget in self.budgets]
+        dense_attentions = {ATTENTION_PART: self.kernels, MODEL_PART: (SDPA,)}
         return [
             {
                 "part": part,
                 "length": length,
                 "batch": batch,
-                "way": way,
+                "way": attention,
                 "mode": mode,
                 "budget": budget,
             }
             for part in BENCHMARK_PARTS
             if part in self.parts
             for length, batch in itertools.product(self.lengths, self.batches)
-            for mode in (self.modes if part == MODEL else (None,))
-            for way, budget in (*((name, None) for name in dense_ways[part]), *cab_ways)
+            for mode in (self.modes if part == MODEL_PART else (None,))
+            for attention, budget in (
+                *((kernel_name, None) for kernel_name in dense_attentions[part]),
+                *cab_attentions,
+            )
         ]
 
 
@@ -308,8 +319,15 @@ class Decode(runner.Speed):
     title = "Speed of decoding"
     caption = "time of a step by length"
     Settings = Settings
-    CASE = CASE_FIELDS
-    GROWS = (*runner.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
+    CASE_FIELDS = CASE_FIELDS
+    EXTENSIBLE_SETTINGS = (
+        *runner.Speed.EXTENSIBLE_SETTINGS,
+        "parts",
+        "batches",
+        "budgets",
+        "kernels",
+        "modes",
+    )
     COPIED_SETTINGS = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     RESULT_FIELDS = (
         *("ms", "eager_ms", *(f"{part}_ms" for part in CAB_STAGES), "bytes", "bandwidth"),
@@ -324,10 +342,10 @@ class Decode(runner.Speed):
 
     @torch.no_grad()
     def fill_sample(self, sample: dict[str, Any]) -> None:
-        if sample["part"] == ATTENTION:
+        if sample["part"] == ATTENTION_PART:
             self.fill_attention_sample(sample)
         else:
-            random_step.cache_clear()
+            make_random_step.cache_clear()
             self.fill_model_sample(sample)
 
     def fill_attention_sample(self, sample: dict[str, Any]) -> None:
@@ -335,7 +353,7 @@ class Decode(runner.Speed):
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         sample["bandwidth"] = measure_bandwidth(bench)
-        step = random_step(
+        step = make_random_step(
             settings,
             length=length,
             batch=batch,
@@ -344,7 +362,7 @@ class Decode(runner.Speed):
         )
         if budget is None:
             dense_call = DENSE_KERNELS[sample["way"]](step)
-            require_close(dense_call(), step.expected, "of one query")
+            require_close(dense_call(), step.expected_out, "of one query")
             timing = bench.time(dense_call)
             read_bytes = batch * settings.kv_heads * length * step.bytes_per_key
             sample |= {"kept": length, "mass": 1.0, "bytes": read_bytes}
@@ -365,15 +383,15 @@ class Decode(runner.Speed):
         """
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
-        is_compiled = sample["mode"] == COMPILED
+        is_compiled = sample["mode"] == COMPILED_MODE
         if is_compiled and bench.device.type != "cuda":
             raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
-        model = models.random_model(settings)
-        config = None if budget is None else settings.config_with_budget(budget)
+        model = models.make_random_model(settings)
+        config = None if budget is None else settings.make_config_with_budget(budget)
         num_slots = -(-(length + WARM_UP_STEPS + settings.steps) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-        num_slots = 0 if sample["mode"] == DYNAMIC else num_slots
+        num_slots = 0 if sample["mode"] == DYNAMIC_MODE else num_slots
         with models.use_attention(model, CAB if config else SDPA, config):
-            cache = models.random_cache(
+            cache = models.make_random_cache(
                 model, length, batch=batch, num_slots=num_slots, has_index=config is not None
             )
             bench.free_memory()
@@ -386,12 +404,14 @@ class Decode(runner.Speed):
                 if is_compiled:
                     # free the CUDA graphs and their memory
                     torch._dynamo.reset()
-        ms = statistics.median(step_ms)
-        cache_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        median_ms = statistics.median(step_ms)
+        cache_bytes = sum(
+            tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)
+        )
         sample |= {
-            "ms": ms,
+            "ms": median_ms,
             "first_s": warm_up_ms[0] / 1e3,
-            "tokens_s": batch / ms * 1e3,
+            "tokens_s": batch / median_ms * 1e3,
             "peak_gib": warm_up_peak_gib and max(warm_up_peak_gib, step_peak_gib),
             "cache_gib": cache_bytes / 2**30,
         }
@@ -419,12 +439,14 @@ class Decode(runner.Speed):
         rows = runner.sort_by_length(samples, (*comparison_fields, "gb_s", "of_bandwidth"))
         rows.sort(key=lambda row: (BENCHMARK_PARTS.index(row["part"]), row["length"], row["batch"]))
 
-        def label_row(row: Row) -> str:
+        def make_row_label(row: Row) -> str:
             return " ".join(filter(None, (row["way"], row["mode"])))
 
-        for group in grouped(rows, ["part", "length", "batch"]):
-            timed_rows = [row for row in group if row["ms"] is not None]
-            dense_ms = {label_row(row): row["ms"] for row in timed_rows if row["budget"] is None}
+        for comparable_rows in group_rows(rows, ["part", "length", "batch"]):
+            timed_rows = [row for row in comparable_rows if row["ms"] is not None]
+            dense_ms = {
+                make_row_label(row): row["ms"] for row in timed_rows if row["budget"] is None
+            }
             fastest_dense = dense.choose_baseline(dense_ms, preferred_names=())
             for row in timed_rows:
                 if row["bytes"]:
@@ -434,7 +456,7 @@ class Decode(runner.Speed):
                     continue
                 row |= {"baseline": fastest_dense, "baseline_ms": dense_ms[fastest_dense]}
                 row["over_best"] = dense_ms[fastest_dense] / row["ms"]
-                sdpa_ms = dense_ms.get(label_row({**row, "way": SDPA}))
+                sdpa_ms = dense_ms.get(make_row_label({**row, "way": SDPA}))
                 row["over_same"] = sdpa_ms and sdpa_ms / row["ms"]
         return rows
 
@@ -455,9 +477,9 @@ def make_decode_step(
         batch: number of sequences.
         is_compiled: True to compile the forward pass.
     """
-    forward = model.__call__
+    forward_pass = model.__call__
     if is_compiled:
-        forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
+        forward_pass = torch.compile(forward_pass, mode="reduce-overhead", fullgraph=True)
     # not token 0, which is padding and has a zero embedding
     tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cache_options = make_cache_arguments(model, cache)
@@ -466,7 +488,7 @@ def make_decode_step(
         if is_compiled:
             # the graph may overwrite the result of the step before
             torch.compiler.cudagraph_mark_step_begin()
-        logits = forward(tokens, **cache_options).logits
+        logits = forward_pass(tokens, **cache_options).logits
         tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     return run_step
@@ -494,10 +516,10 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
             keys; or the step differs from the float32 reference, in which one mean key and value
             stand for all unread keys.
     """
-    q, k, v, weights, expected = step
-    channels, length = llama_channels(q.shape[-1]), k.shape[2]
+    q, k, v, weights, expected_out = step
+    rotary_channels, length = llama_channels(q.shape[-1]), k.shape[2]
     # the index contains all keys; each step writes the last key again
-    index = decode.index_keys(k, channels)
+    index = decode.index_keys(k, rotary_channels)
     last_slot = torch.tensor([length - 1], device=q.device)
     all_keys, selected_keys = (
         torch.tensor([num_read_keys], dtype=torch.int32, device=q.device)
@@ -505,11 +527,11 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
     )
 
     def write_last_key() -> None:
-        decode.write_index(index, k[:, :, -1:], channels, last_slot)
+        decode.write_index(index, k[:, :, -1:], rotary_channels, last_slot)
 
     def choose_keys(num_keys: Tensor = selected_keys) -> Choice:
         return decode.choose(
-            q, index, scale=step.scale, length=all_keys, num_keys=num_keys, channels=channels
+            q, index, scale=step.scale, length=all_keys, num_keys=num_keys, channels=rotary_channels
         )
 
     def attend_to_choice(choice: Choice) -> Tensor:
@@ -520,7 +542,7 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
         return attend_to_choice(choose_keys())
 
     full_attention, choice = attend_to_choice(choose_keys(all_keys)), choose_keys()
-    require_close(full_attention, expected, "with all keys selected")
+    require_close(full_attention, expected_out, "with all keys selected")
     selected_weights = weights * choice.to_mask().unsqueeze(2)
     require_close(
         attend_to_choice(choice.for_layer(q.device)),
@@ -530,14 +552,14 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
     # one sequence at a time, because a float32 copy of the whole cache needs twice its memory
     expected_per_sequence = [
         reference.attend(
-            q=q[[i]].float(),
-            k=k[[i]],
-            v=v[[i]],
-            choice=Choice(*(x[[i]] for x in choice)),
+            q=q[[sequence_index]].float(),
+            k=k[[sequence_index]],
+            v=v[[sequence_index]],
+            choice=Choice(*(choice_tensor[[sequence_index]] for choice_tensor in choice)),
             scale=step.scale,
             length=all_keys,
         )
-        for i in range(len(q))
+        for sequence_index in range(len(q))
     ]
     require_close(run_cab_step(), torch.cat(expected_per_sequence), "with the unread keys")
     num_read_keys = int(choice.counts.sum())
@@ -549,5 +571,5 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
         "kept": num_read_keys / (k.shape[0] * k.shape[1]),
         "mass": float(selected_weights.sum(-1).mean()),
         "bytes": index.nbytes + num_read_keys * step.bytes_per_key,
-        "full_error": float((full_attention.float() - expected).norm() / expected.norm()),
+        "full_error": float((full_attention.float() - expected_out).norm() / expected_out.norm()),
     }

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.engines import REFERENCE
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import digits, percent
+from cab_hf.eval.report import format_digits, format_percent
 from cab_hf.eval.speed.timing import Bench, summarise_error
 from cab_hf.plan import BlockPlan, KeyRanges
 
@@ -41,9 +41,11 @@ CHECKED_QUERIES = 32  # number of checked queries at each of the start, middle a
 BASELINE_FIELDS = ("baselines", "not_measured", "without_graph")
 COMPARISON_FIELDS = ("baseline", "baseline_ms", "extrapolated", "ratio")
 PREFERRED_BASELINES = ("FA3", "cuDNN")  # baselines of ratios, in order of preference
-BREAK_EVEN = "A break-even lies between two measured lengths, on a line through their logarithms."
-FLASH_DIMS = range(1, 257)
-WIDE_DIMS = range(257, 1025)
+BREAK_EVEN_NOTE = (
+    "A break-even lies between two measured lengths, on a line through their logarithms."
+)
+FLASH_HEAD_DIMS = range(1, 257)
+WIDE_HEAD_DIMS = range(257, 1025)
 # a wheel of FlashAttention-3 with only the forward pass has the module fa3_fwd_interface
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 FA4_MODULES = ("flash_attn.cute",)
@@ -54,8 +56,8 @@ class Baseline:
     """One dense kernel.
 
     Attributes:
-        load: function that imports and returns the kernel, or raises ImportError.
-        version: function that returns the version of the kernel's library; None for torch.
+        load_kernel: function that imports and returns the kernel, or raises ImportError.
+        get_version: function that returns the version of the kernel's library; None for torch.
         head_dims: supported head dims.
         supports_gqa: True if the kernel supports fewer KV heads than query heads. For other
             kernels, KV heads are repeated before the timed call.
@@ -64,21 +66,25 @@ class Baseline:
             mask to the first key.
     """
 
-    load: Callable[[], Attend]
-    version: Callable[[], str | None] = lambda: None
+    load_kernel: Callable[[], Attend]
+    get_version: Callable[[], str | None] = lambda: None
     head_dims: range = range(1, 1 << 16)
     supports_gqa: bool = True
     aligns_to_last_key: bool = False
 
     def match_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v have as many heads as q if the kernel requires this."""
-        group = 1 if self.supports_gqa else q.shape[1] // k.shape[1]
-        if group == 1:
+        queries_per_kv_head = 1 if self.supports_gqa else q.shape[1] // k.shape[1]
+        if queries_per_kv_head == 1:
             return q, k, v
-        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return (
+            q,
+            k.repeat_interleave(queries_per_kv_head, dim=1),
+            v.repeat_interleave(queries_per_kv_head, dim=1),
+        )
 
 
-def baselines_on(device: torch.device | str) -> dict[str, Baseline]:
+def get_baselines(device: torch.device | str) -> dict[str, Baseline]:
     """Return a mapping from names to the baselines for ``device``."""
     return GPU_BASELINES if torch.device(device).type == "cuda" else CPU_BASELINES
 
@@ -98,7 +104,7 @@ def choose_baseline(
 
 
 def compare_with_dense(
-    row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED_BASELINES
+    row: Row, rows: Iterable[Row], preferred_names: Iterable[str] = PREFERRED_BASELINES
 ) -> dict[str, Any]:
     """Return the fields `COMPARISON_FIELDS`, which compare the time of a row with a dense baseline.
 
@@ -109,7 +115,7 @@ def compare_with_dense(
     Args:
         row: the row.
         rows: rows that differ from ``row`` only in length.
-        preferred: as in `choose_baseline`.
+        preferred_names: as in `choose_baseline`.
     """
     rows_with_baselines = (candidate_row for candidate_row in rows if candidate_row["baselines"])
     longest_row = max(
@@ -118,11 +124,13 @@ def compare_with_dense(
     baseline_row = row if row["baselines"] else longest_row
     if baseline_row is None or baseline_row["length"] > row["length"]:
         return dict.fromkeys(COMPARISON_FIELDS)
-    name = choose_baseline(baseline_row["baselines"], preferred)
+    baseline_name = choose_baseline(baseline_row["baselines"], preferred_names)
     # dense attention is quadratic in the length
-    baseline_ms = baseline_row["baselines"][name] * (row["length"] / baseline_row["length"]) ** 2
+    baseline_ms = (
+        baseline_row["baselines"][baseline_name] * (row["length"] / baseline_row["length"]) ** 2
+    )
     return {
-        "baseline": name,
+        "baseline": baseline_name,
         "baseline_ms": baseline_ms,
         "extrapolated": baseline_row is not row,
         "ratio": None if row["ms"] is None else row["ms"] / baseline_ms,
@@ -136,10 +144,10 @@ def format_dense_time(row: Row) -> str | None:
     """
     if row["baseline_ms"] is None:
         return None
-    return f"{'≈ ' * row['extrapolated']}{digits(row['baseline_ms'])} {row['baseline']}"
+    return f"{'≈ ' * row['extrapolated']}{format_digits(row['baseline_ms'])} {row['baseline']}"
 
 
-def break_even(length_ratios: Sequence[tuple[int, float]]) -> float | None:
+def find_break_even(length_ratios: Sequence[tuple[int, float]]) -> float | None:
     """Return the length from which a ratio stays below 1; None if the last ratio is 1 or above.
 
     Between two measured lengths, the logarithm of the ratio is interpolated linearly in the
@@ -149,7 +157,7 @@ def break_even(length_ratios: Sequence[tuple[int, float]]) -> float | None:
         length_ratios: (length, ratio), ascending in length.
     """
     last_slower_index = max(
-        (i for i, (_, ratio) in enumerate(length_ratios) if ratio >= 1), default=None
+        (index for index, (_, ratio) in enumerate(length_ratios) if ratio >= 1), default=None
     )
     if last_slower_index is None:
         return length_ratios[0][0]
@@ -162,7 +170,7 @@ def break_even(length_ratios: Sequence[tuple[int, float]]) -> float | None:
 
 
 def describe_break_even(rows: Iterable[Row]) -> str | None:
-    """Return a phrase with the length from which ``ratio`` stays below 1, as `break_even` finds it.
+    """Return a phrase with the length from which ``ratio`` stays below 1, by `find_break_even`.
 
     Returns None if no row has a ratio.
 
@@ -172,7 +180,7 @@ def describe_break_even(rows: Iterable[Row]) -> str | None:
     length_ratios = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
     if not length_ratios:
         return None
-    length = break_even(length_ratios)
+    length = find_break_even(length_ratios)
     if length is None:
         return f"at no length up to {length_ratios[-1][0]:,} tokens"
     is_always_faster = all(ratio < 1 for _, ratio in length_ratios)
@@ -189,8 +197,9 @@ def describe_speed(rows: Sequence[Row], subject: str) -> str:
     """
     longest_row = rows[-1]
     return (
-        f"At {longest_row['length']:,} tokens {subject} takes {percent(longest_row['ratio'])} of "
-        f"{longest_row['baseline']}'s time{' (extrapolated)' * longest_row['extrapolated']}; "
+        f"At {longest_row['length']:,} tokens {subject} takes "
+        f"{format_percent(longest_row['ratio'])} of {longest_row['baseline']}'s "
+        f"time{' (extrapolated)' * longest_row['extrapolated']}; "
         f"it is faster {describe_break_even(rows)}."
     )
 
@@ -255,7 +264,9 @@ def check_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPla
         stop_query = min(first_query + CHECKED_QUERIES, plan.q_length)
         padding = (plan.ranges.end[:, first_query:stop_query] < 0)[:, None, :, None]
         if not padding.all():
-            expected = exact_attention(q=q, k=k, v=v, plan=plan, start=first_query, stop=stop_query)
+            expected = compute_exact_attention(
+                q=q, k=k, v=v, plan=plan, start_query=first_query, stop_query=stop_query
+            )
             require_close(
                 out[:, :, first_query:stop_query].masked_fill(padding, 0.0),
                 expected.masked_fill(padding, 0.0),
@@ -263,10 +274,10 @@ def check_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPla
             )
 
 
-def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int
+def compute_exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start_query: int, stop_query: int
 ) -> Tensor:
-    """Return float32 attention of the queries ``start`` to ``stop`` - 1, masked by the plan.
+    """Return float32 attention of queries ``start_query`` to ``stop_query`` - 1 in the plan's mask.
 
     Returns:
         [B, H, stop - start, D].
@@ -277,8 +288,10 @@ def exact_attention(
         # [B, H, rows, .] -> [B, H_kv, group * rows, .], so that no key is repeated
         return x.unflatten(1, (num_kv_heads, group_size)).flatten(2, 3)
 
-    mask = plan.token_mask(start, stop).repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
-    query_rows = group_heads(q[:, :, start:stop].float()) * q.shape[-1] ** -0.5
+    mask = plan.token_mask(start_query, stop_query).repeat_interleave(
+        plan.shared_by(q.shape[1]), dim=1
+    )
+    query_rows = group_heads(q[:, :, start_query:stop_query].float()) * q.shape[-1] ** -0.5
     logits = query_rows @ k.float().transpose(-1, -2)
     weights = logits.masked_fill_(~group_heads(mask), -torch.inf).softmax(dim=-1)
     return (weights @ v.float()).unflatten(2, (group_size, -1)).flatten(1, 2)
@@ -305,14 +318,16 @@ def check_gradients(
         ArithmeticError: a relative error exceeds `CHECK_GRADIENT_TOLERANCE`.
     """
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    batch, _, length, dim = q.shape
+    batch, _, length, head_dim = q.shape
     plan = planner(q, k, KeyRanges.causal(batch, length, length, q.device))
-    attention_options = {"plan": plan, "scale": dim**-0.5}
+    attention_options = {"plan": plan, "scale": head_dim**-0.5}
     actual_gradients = make_backward(partial(attend, **attention_options), q, k, v)()
     reference_attend = partial(REFERENCE.attention, **attention_options)
     expected_gradients = make_backward(reference_attend, q.float(), k.float(), v.float())()
-    for name, gradient, expected in zip("qkv", actual_gradients, expected_gradients, strict=True):
-        location = f"in the gradient of {name} at {length} tokens"
+    for tensor_name, gradient, expected in zip(
+        "qkv", actual_gradients, expected_gradients, strict=True
+    ):
+        location = f"in the gradient of {tensor_name} at {length} tokens"
         require_close(gradient, expected, location, CHECK_GRADIENT_TOLERANCE)
 
 
@@ -329,27 +344,27 @@ def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool 
         ArithmeticError: a relative error exceeds its tolerance.
     """
 
-    def make_causal_plan(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
-        return causal_plan(ranges, q.shape[1])
+    def plan_causal_blocks(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
+        return make_causal_plan(ranges, q.shape[1])
 
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     out = attend(q, k, v, q.shape[-1] ** -0.5)
-    check_attention(out=out, q=q, k=k, v=v, plan=make_causal_plan(q, k, ranges))
+    check_attention(out=out, q=q, k=k, v=v, plan=plan_causal_blocks(q, k, ranges))
     if backward:
         check_gradients(
             lambda q, k, v, plan, scale: attend(q, k, v, scale),
             q=q,
             k=k,
             v=v,
-            planner=make_causal_plan,
+            planner=plan_causal_blocks,
         )
 
 
-def causal_plan(ranges: KeyRanges, heads: int) -> BlockPlan:
+def make_causal_plan(ranges: KeyRanges, num_heads: int) -> BlockPlan:
     """Return a plan of all visible blocks, with the block sizes `CHECK_BLOCKS`."""
     query_block, key_block = CHECK_BLOCKS
-    return BlockPlan.causal(ranges, heads, query_block=query_block, key_block=key_block)
+    return BlockPlan.causal(ranges, num_heads, query_block=query_block, key_block=key_block)
 
 
 @torch.no_grad()
@@ -379,42 +394,46 @@ def measure_baselines(
         ``not_measured``: the reason why there are no ms. ``without_graph``: the reason why the ms
         are not those of a CUDA graph.
     """
-    results_by_field = {field: {} for field in BASELINE_FIELDS}
-    for name, baseline in (baselines_on(bench.device) if baselines is None else baselines).items():
+    results_by_field = {field_name: {} for field_name in BASELINE_FIELDS}
+    for baseline_name, baseline in (
+        get_baselines(bench.device) if baselines is None else baselines
+    ).items():
         try:
             if q.shape[-1] not in baseline.head_dims:
-                low, high = baseline.head_dims[0], baseline.head_dims[-1]
-                raise RuntimeError(f"it supports head dims {low} to {high}, not {q.shape[-1]}")
-            attend, kernel_inputs = baseline.load(), baseline.match_heads(q, k, v)
+                min_head_dim, max_head_dim = baseline.head_dims[0], baseline.head_dims[-1]
+                raise RuntimeError(
+                    f"it supports head dims {min_head_dim} to {max_head_dim}, not {q.shape[-1]}"
+                )
+            attend, kernel_inputs = baseline.load_kernel(), baseline.match_heads(q, k, v)
             query, key, value = kernel_inputs
             check_kernel(attend, query, key, value, backward=backward)
-            call = _make_call(attend, kernel_inputs, scale, backward)
-            timing = bench.time(call, graph=not backward)
+            timed_call = _make_timed_call(attend, kernel_inputs, scale, backward)
+            timing = bench.time(timed_call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, raises an error or is wrong is reported and not measured
-            results_by_field["not_measured"][name] = summarise_error(error)
+            results_by_field["not_measured"][baseline_name] = summarise_error(error)
             continue
         finally:
             # free repeated heads and tensors saved for the backward before the next baseline
-            call = kernel_inputs = query = key = value = None
-        results_by_field["baselines"][name] = timing.ms
+            timed_call = kernel_inputs = query = key = value = None
+        results_by_field["baselines"][baseline_name] = timing.ms
         if timing.no_graph_reason:
-            results_by_field["without_graph"][name] = timing.no_graph_reason
+            results_by_field["without_graph"][baseline_name] = timing.no_graph_reason
     return results_by_field
 
 
-def _make_call(
-    attend: Attend, qkv: tuple[Tensor, Tensor, Tensor], scale: float, backward: bool
+def _make_timed_call(
+    attend: Attend, kernel_inputs: tuple[Tensor, Tensor, Tensor], scale: float, backward: bool
 ) -> Callable[[], Any]:
     """Return a function without arguments that computes attention, or its gradients."""
-    q, k, v = qkv
+    q, k, v = kernel_inputs
     if backward:
         return make_backward(lambda q, k, v: attend(q, k, v, scale), q, k, v)
     return lambda: attend(q, k, v, scale)
 
 
-def _sdpa_loader(backend: SDPBackend) -> Callable[[], Attend]:
-    """Return a function for `Baseline.load` that returns torch's SDPA with one backend."""
+def _make_sdpa_loader(backend: SDPBackend) -> Callable[[], Attend]:
+    """Return a function for `Baseline.load_kernel` that returns torch's SDPA with one backend."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         has_groups = q.shape[1] != k.shape[1]
@@ -426,17 +445,19 @@ def _sdpa_loader(backend: SDPBackend) -> Callable[[], Attend]:
     return lambda: attend
 
 
-def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
+def load_flash_function(function_name: str, module_names: Sequence[str]) -> Callable[..., Tensor]:
     """Wrap a function of flash-attn, so that it is causal and returns only the output.
 
     Args:
-        name: name of the function.
-        modules: modules that may define the function; the first installed module is used.
+        function_name: name of the function.
+        module_names: modules that may define the function; the first installed module is used.
 
     Raises:
         ImportError: no module is installed.
     """
-    kernel = getattr(import_module(next(filter(find_spec, modules), modules[-1])), name)
+    kernel = getattr(
+        import_module(next(filter(find_spec, module_names), module_names[-1])), function_name
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         out = kernel(q, k, v, causal=True, **options)
@@ -446,17 +467,17 @@ def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
     return attend
 
 
-def _flash_loader(modules: Sequence[str]) -> Callable[[], Attend]:
-    """Return a function for `Baseline.load` that returns flash_attn_func for [B, H, N, D].
+def _make_flash_loader(module_names: Sequence[str]) -> Callable[[], Attend]:
+    """Return a function for `Baseline.load_kernel` that returns flash_attn_func for [B, H, N, D].
 
     The inputs are passed to flash_attn_func as transposed views, without copies.
 
     Args:
-        modules: as in `flash_attn`.
+        module_names: as in `load_flash_function`.
     """
 
     def load() -> Attend:
-        kernel = flash_attn("flash_attn_func", modules)
+        kernel = load_flash_function("flash_attn_func", module_names)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -467,8 +488,8 @@ def _flash_loader(modules: Sequence[str]) -> Callable[[], Attend]:
     return load
 
 
-def _ffpa_loader(backend: str) -> Callable[[], Attend]:
-    """Return a function for `Baseline.load` that returns the kernel of ffpa-attn.
+def _make_ffpa_loader(backend: str) -> Callable[[], Attend]:
+    """Return a function for `Baseline.load_kernel` that returns the kernel of ffpa-attn.
 
     Args:
         backend: "triton" or "cutedsl". An input for which ffpa-attn would use SDPA raises an error.
@@ -490,49 +511,50 @@ def _ffpa_loader(backend: str) -> Callable[[], Attend]:
     return load
 
 
-def _version_getter(*names: str) -> Callable[[], str | None]:
-    """Return a function for `Baseline.version`.
+def _make_version_getter(*package_names: str) -> Callable[[], str | None]:
+    """Return a function for `Baseline.get_version`.
 
-    The function returns name and version of the first installed package in ``names``, or None.
+    The function returns name and version of the first installed package in ``package_names``, or
+    None.
     """
 
     def version() -> str | None:
-        for name in names:
+        for package_name in package_names:
             with suppress(metadata.PackageNotFoundError):
-                return f"{name} {metadata.version(name)}"
+                return f"{package_name} {metadata.version(package_name)}"
         return None
 
     return version
 
 
-def _cudnn_version() -> str | None:
+def _get_cudnn_version() -> str | None:
     version = torch.backends.cudnn.version()
     return None if version is None else f"cuDNN {version}"
 
 
 GPU_BASELINES = {
     "FA3": Baseline(
-        _flash_loader(FA3_MODULES),
-        _version_getter("flash_attn_3", "flash-attn-3", "fa3-fwd"),
-        head_dims=FLASH_DIMS,
+        _make_flash_loader(FA3_MODULES),
+        _make_version_getter("flash_attn_3", "flash-attn-3", "fa3-fwd"),
+        head_dims=FLASH_HEAD_DIMS,
         aligns_to_last_key=True,
     ),
     "FA4": Baseline(
-        _flash_loader(FA4_MODULES),
-        _version_getter("flash-attn-4"),
-        head_dims=FLASH_DIMS,
+        _make_flash_loader(FA4_MODULES),
+        _make_version_getter("flash-attn-4"),
+        head_dims=FLASH_HEAD_DIMS,
         aligns_to_last_key=True,
     ),
     "cuDNN": Baseline(
-        _sdpa_loader(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS
+        _make_sdpa_loader(SDPBackend.CUDNN_ATTENTION), _get_cudnn_version, head_dims=FLASH_HEAD_DIMS
     ),
-    "flash": Baseline(_sdpa_loader(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
-    "efficient": Baseline(_sdpa_loader(SDPBackend.EFFICIENT_ATTENTION), supports_gqa=False),
+    "flash": Baseline(_make_sdpa_loader(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_HEAD_DIMS),
+    "efficient": Baseline(_make_sdpa_loader(SDPBackend.EFFICIENT_ATTENTION), supports_gqa=False),
     "ffpa CuTe": Baseline(
-        _ffpa_loader("cutedsl"), _version_getter("ffpa-attn"), head_dims=WIDE_DIMS
+        _make_ffpa_loader("cutedsl"), _make_version_getter("ffpa-attn"), head_dims=WIDE_HEAD_DIMS
     ),
     "ffpa Triton": Baseline(
-        _ffpa_loader("triton"), _version_getter("ffpa-attn"), head_dims=WIDE_DIMS
+        _make_ffpa_loader("triton"), _make_version_getter("ffpa-attn"), head_dims=WIDE_HEAD_DIMS
     ),
 }
-CPU_BASELINES = {"SDPA": Baseline(_sdpa_loader(SDPBackend.FLASH_ATTENTION))}
+CPU_BASELINES = {"SDPA": Baseline(_make_sdpa_loader(SDPBackend.FLASH_ATTENTION))}

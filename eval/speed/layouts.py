@@ -66,17 +66,19 @@ class Sequences:
         draw_length = partial(random.Random(seed).randint, -(-length // 2), length)
         device = torch.device(device)
         if layout == PACKED:
-            document_borders, end = [0], batch * length
-            while document_borders[-1] < end:
-                document_borders.append(min(document_borders[-1] + draw_length(), end))
+            document_borders, num_row_tokens = [0], batch * length
+            while document_borders[-1] < num_row_tokens:
+                document_borders.append(min(document_borders[-1] + draw_length(), num_row_tokens))
             spans = tuple((0, start, stop) for start, stop in pairwise(document_borders))
-            return cls(layout=layout, num_rows=1, num_slots=end, spans=spans, device=device)
+            return cls(
+                layout=layout, num_rows=1, num_slots=num_row_tokens, spans=spans, device=device
+            )
         lengths = [length if layout == WHOLE else draw_length() for _ in range(batch)]
-        spans = tuple((row, length - tokens, length) for row, tokens in enumerate(lengths))
+        spans = tuple((row, length - num_tokens, length) for row, num_tokens in enumerate(lengths))
         return cls(layout=layout, num_rows=batch, num_slots=length, spans=spans, device=device)
 
     @property
-    def causal_pairs(self) -> int:
+    def num_causal_pairs(self) -> int:
         """The number of causal pairs: half of all (query, key) pairs within each sequence."""
         return sum(length**2 for length in self.lengths) // 2
 
@@ -86,7 +88,7 @@ class Sequences:
         return [stop - start for _, start, stop in self.spans]
 
     @cached_property
-    def cu_seq_lens(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         """The cumulative lengths of the sequences, without padding, int32 [sequences + 1]."""
         ends = accumulate(self.lengths, initial=0)
         return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
@@ -102,7 +104,7 @@ class Sequences:
         first_keys, last_keys = first_keys.to(self.device), last_keys.to(self.device)
         return KeyRanges(first_keys, last_keys, last_keys >= 0)
 
-    def mask(self) -> MaskInfo:
+    def make_mask(self) -> MaskInfo:
         """Return the mask that a model passes to all its layers in one forward pass."""
         padding = self.ranges.key_valid if self.layout == PADDED else None
         mask = cab_mask(
@@ -112,11 +114,11 @@ class Sequences:
             attention_mask=padding,
             device=self.device,
         )
-        cu_seqlens = self.cu_seq_lens if self.layout == PACKED else None
+        cu_seqlens = self.cu_seqlens if self.layout == PACKED else None
         mask, _ = mask.with_documents(position_ids=None, cu_seqlens=cu_seqlens)
         return mask
 
-    def block_layout(self, query_block: int, key_block: int) -> BlockLayout:
+    def make_block_layout(self, query_block: int, key_block: int) -> BlockLayout:
         """Return the `BlockLayout` that reorders tokens before blocks of these sizes are selected.
 
         Args:
@@ -126,9 +128,9 @@ class Sequences:
         if self.layout == WHOLE:
             ranges = KeyRanges.causal(self.num_rows, self.num_slots, self.num_slots, self.device)
             return BlockLayout(ranges, self.num_slots)
-        return self.mask().layout(query_block, key_block, self.device)
+        return self.make_mask().layout(query_block, key_block, self.device)
 
-    def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
+    def check_kernel(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
         """Compare dense attention within each sequence with float32 attention.
 
         Args:
@@ -144,7 +146,9 @@ class Sequences:
             check_dense(attend, q, k, v, backward=backward)
             return
         out = attend(q, k, v, q.shape[-1] ** -0.5)
-        check_attention(out=out, q=q, k=k, v=v, plan=dense.causal_plan(self.ranges, heads=1))
+        check_attention(
+            out=out, q=q, k=k, v=v, plan=dense.make_causal_plan(self.ranges, num_heads=1)
+        )
 
 
 def make_baselines(sequences: Sequences) -> dict[str, Baseline]:
@@ -154,15 +158,15 @@ def make_baselines(sequences: Sequences) -> dict[str, Baseline]:
     layers. The timed call removes and restores padding, because every layer does both.
     """
     if sequences.layout == WHOLE:
-        return dense.baselines_on(sequences.device)
+        return dense.get_baselines(sequences.device)
     masked_sdpa = Baseline(lambda: _make_masked_sdpa(sequences), supports_gqa=False)
     varlen_baselines = {
-        name: Baseline(
+        kernel_name: Baseline(
             partial(_wrap_varlen, sequences, load_kernel),
-            head_dims=dense.FLASH_DIMS,
+            head_dims=dense.FLASH_HEAD_DIMS,
             supports_gqa=supports_gqa,
         )
-        for name, load_kernel, supports_gqa in VARLEN_KERNELS
+        for kernel_name, load_kernel, supports_gqa in VARLEN_KERNELS
     }
     # the mask of all pairs needs the most memory, so this kernel comes last
     device_baselines = varlen_baselines if sequences.device.type == "cuda" else {}
@@ -172,7 +176,7 @@ def make_baselines(sequences: Sequences) -> dict[str, Baseline]:
 def _make_masked_sdpa(sequences: Sequences) -> Attend:
     """Return SDPA with a mask of all pairs, bool [B or 1, 1, N, N], as transformers builds it."""
     num_slots = sequences.num_slots
-    mask = sequences.mask().dense_mask(0, num_slots, 0, num_slots, device=sequences.device)
+    mask = sequences.make_mask().dense_mask(0, num_slots, 0, num_slots, device=sequences.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -181,11 +185,11 @@ def _make_masked_sdpa(sequences: Sequences) -> Attend:
 
 
 # function with keywords q, k and v [tokens, H or H_kv, D] of concatenated sequences, cu_seqlens
-# int32 [sequences + 1], longest (tokens of the longest sequence) and scale -> [tokens, H, D]
-Kernel = Callable[..., Tensor]
+# int32 [sequences + 1], max_length (tokens of the longest sequence) and scale -> [tokens, H, D]
+VarlenKernel = Callable[..., Tensor]
 
 
-def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], Kernel]) -> Attend:
+def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], VarlenKernel]) -> Attend:
     """Wrap a varlen kernel as a function of q, k and v in rows, [rows, H or H_kv, slots, D].
 
     Each call removes padding before the kernel, and returns an output with zeros at padding.
@@ -194,7 +198,7 @@ def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], Kernel]) -> Att
         sequences: the sequences of the rows.
         load_kernel: function that imports and returns the varlen kernel.
     """
-    kernel, cu_seqlens, max_length = load_kernel(), sequences.cu_seq_lens, max(sequences.lengths)
+    kernel, cu_seqlens, max_length = load_kernel(), sequences.cu_seqlens, max(sequences.lengths)
     is_padded = sequences.layout == PADDED
     # int64 [tokens]: slots of all tokens in the flattened batch
     token_slots = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
@@ -204,7 +208,7 @@ def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], Kernel]) -> Att
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         if is_padded:
             q, k, v = (x.index_select(0, token_slots) for x in (q, k, v))
-        out = kernel(q=q, k=k, v=v, cu_seqlens=cu_seqlens, longest=max_length, scale=scale)
+        out = kernel(q=q, k=k, v=v, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
         if is_padded:
             padded_out = out.new_zeros(sequences.num_rows * sequences.num_slots, *out.shape[1:])
             out = padded_out.index_copy_(0, token_slots, out)
@@ -213,12 +217,12 @@ def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], Kernel]) -> Att
     return attend
 
 
-def _load_flash_varlen(modules: Sequence[str]) -> Kernel:
-    """Return flash_attn_varlen_func of the first installed module, as a `Kernel`."""
-    kernel = dense.flash_attn("flash_attn_varlen_func", modules)
+def _load_flash_varlen(module_names: Sequence[str]) -> VarlenKernel:
+    """Return flash_attn_varlen_func of the first installed module, as a `VarlenKernel`."""
+    kernel = dense.load_flash_function("flash_attn_varlen_func", module_names)
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scale: float
     ) -> Tensor:
         return kernel(
             q,
@@ -226,20 +230,20 @@ def _load_flash_varlen(modules: Sequence[str]) -> Kernel:
             v,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            max_seqlen_q=max_length,
+            max_seqlen_k=max_length,
             softmax_scale=scale,
         )
 
     return attend
 
 
-def _load_torch_varlen() -> Kernel:
-    """Return torch's varlen_attn as a `Kernel`."""
+def _load_torch_varlen() -> VarlenKernel:
+    """Return torch's varlen_attn as a `VarlenKernel`."""
     from torch.nn.attention.varlen import varlen_attn
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scale: float
     ) -> Tensor:
         return varlen_attn(
             query=q,
@@ -247,8 +251,8 @@ def _load_torch_varlen() -> Kernel:
             value=v,
             cu_seq_q=cu_seqlens,
             cu_seq_k=cu_seqlens,
-            max_q=longest,
-            max_k=longest,
+            max_q=max_length,
+            max_k=max_length,
             scale=scale,
             # no window on the left and no keys on the right: causal attention
             window_size=(-1, 0),

@@ -22,14 +22,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cab_hf import context_parallel
-from cab_hf.config import NAMES
+from cab_hf.config import IMPLEMENTATION_NAMES
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.quantised import to_4_bits
-from cab_hf.eval.report import grouped
+from cab_hf.eval.report import group_rows
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.rank_group import Ranked, RankGroup, is_torchrun
+from cab_hf.eval.speed.rank_group import RankedSpeed, RankGroup, is_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, Panel
 from cab_hf.eval.speed.ttft import SPEED_UP_PANEL, add_dense_ratios, describe_speed_ups
 from cab_hf.experiment.settings import by_device, flag, option, parse_number_or_auto
@@ -48,18 +48,18 @@ from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import get_block_tokens, shard_batch
 from cab_hf.finetune.tiles import choose_tile_tokens, compute_in_tiles
 
-# how ranks share a training step, see `SPREAD_NOTE`
-ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
+# how ranks share a training step, see `PARALLELISM_NOTE`
+ALONE, DDP, FSDP2, CP = PARALLELISMS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA_ALPHA = 32.0
 LEARNING_RATE = 1e-4
 MAX_GRADIENT_NORM = 1.0
-LONGEST = 2**20  # largest estimated length of a step, in tokens
+MAX_ESTIMATED_TOKENS = 2**20  # largest estimated length of a step, in tokens
 # largest number of tokens of the warm-up step, which compiles all kernels. A longer warm-up step
 # would take up to a minute.
 WARM_UP_TOKENS = 2**15
-SPREAD_NOTE = (
+PARALLELISM_NOTE = (
     "Alone is one rank while the others wait. ddp: torch's DistributedDataParallel, a sequence "
     "per rank; fsdp2: torch's fully_shard of each decoder layer and of the remaining modules, a "
     "sequence per rank; cp: one sequence sharded over all ranks by cab_hf.context_parallel. "
@@ -77,16 +77,16 @@ class Settings(models.LongestSettings):
     CONFIG_DEFAULTS = {**runner.KEEP_ALL_BLOCKS, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
     NON_NEGATIVE = (*models.LongestSettings.NON_NEGATIVE, "tile_tokens", "offload_layers")
-    CHOICES = {"spread": SPREADS}
+    CHOICES = {"spread": PARALLELISMS}
 
-    lengths: tuple[int, ...] | None = runner.power_of_2_lengths(13, 17)
-    implementations: tuple[str, ...] | None = runner.list_option(
+    lengths: tuple[int, ...] | None = runner.make_lengths_option(13, 17)
+    implementations: tuple[str, ...] | None = runner.make_list_option(
         (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "attention implementations"
     )
-    rank: int = option(16, f"rank of the LoRA adapters in {', '.join(TARGETS)}", int)
+    rank: int = option(16, f"rank of the LoRA adapters in {', '.join(LORA_TARGETS)}", int)
     runs: int = option(3, "timed steps per row", int)
-    spread: tuple[str, ...] = runner.list_option(
-        (), None, f"how ranks share a step: {', '.join(SPREADS)}; default under torchrun: all"
+    spread: tuple[str, ...] = runner.make_list_option(
+        (), None, f"how ranks share a step: {', '.join(PARALLELISMS)}; default under torchrun: all"
     )
     tile_tokens: int | None = option(
         None, "tokens per tile of MLPs; 0: no tiles; auto: as in fine-tuning", parse_number_or_auto
@@ -101,34 +101,42 @@ class Settings(models.LongestSettings):
     )
 
     def __post_init__(self) -> None:
-        implementations = self.implementations
+        requested_implementations = self.implementations
         if not self.spread:
-            self._set("spread", SPREADS if is_torchrun() else (ALONE,))
+            self._set_option("spread", PARALLELISMS if is_torchrun() else (ALONE,))
         super().__post_init__()
-        if self.is_spread and not implementations:
-            self._set("implementations", (CAB_DENSE, CAB))
-        accepted_names = (SDPA, CAB_DENSE, CAB, *dense.baselines_on(self.device))
+        if self.is_on_several_ranks and not requested_implementations:
+            self._set_option("implementations", (CAB_DENSE, CAB))
+        accepted_names = (SDPA, CAB_DENSE, CAB, *dense.get_baselines(self.device))
         self.check_choice("implementations", accepted_names)
         self.check("experts", not self.experts, "0, because the adapters and tiles are of one MLP")
-        supports_cp = CP not in self.spread or set(self.implementations) & set(NAMES)
-        sharded_implementations = ", ".join(name for name in NAMES if name in accepted_names)
+        supports_cp = CP not in self.spread or set(self.implementations) & set(IMPLEMENTATION_NAMES)
+        sharded_implementations = ", ".join(
+            implementation_name
+            for implementation_name in IMPLEMENTATION_NAMES
+            if implementation_name in accepted_names
+        )
         self.check(
             "implementations",
             supports_cp,
             f"some of {sharded_implementations} if a sequence is sharded ({CP})",
         )
-        self.check("qlora", not (self.qlora and self.is_spread), "left out if ranks share a step")
-        has_default = not self.longest or any(":" not in part for part in self.max_density)
-        self.check("max_density", has_default, "one share for all lengths with --longest")
+        self.check(
+            "qlora", not (self.qlora and self.is_on_several_ranks), "left out if ranks share a step"
+        )
+        has_default_density = not self.longest or any(
+            ":" not in density_part for density_part in self.max_density
+        )
+        self.check("max_density", has_default_density, "one share for all lengths with --longest")
 
     @property
-    def is_spread(self) -> bool:
+    def is_on_several_ranks(self) -> bool:
         """True if a training step runs on several ranks in at least one case."""
         return self.spread != (ALONE,)
 
     @property
     def method(self) -> str:
-        ranks_phrase = models.RANKS_NOTE if self.is_spread or is_torchrun() else ""
+        ranks_phrase = models.RANKS_NOTE if self.is_on_several_ranks or is_torchrun() else ""
         return (
             f"median of {self.runs} steps by time.perf_counter after one warm-up step of at most "
             f"{WARM_UP_TOKENS:,} tokens; a step is forward and backward of a sequence of random "
@@ -137,11 +145,11 @@ class Settings(models.LongestSettings):
         )
 
 
-class LoraStep(Ranked):
+class LoraStep(RankedSpeed):
     """The experiment that times steps of LoRA fine-tuning.
 
-    A case is one length, one attention implementation, one number of ranks, and one spread: the
-    way in which the ranks share a step, one of `SPREADS`.
+    A case is one length, one attention implementation, one number of ranks, and one
+    spread: the way in which the ranks share a step, one of `PARALLELISMS`.
     """
 
     name = "speed lora"
@@ -149,24 +157,31 @@ class LoraStep(Ranked):
     title = "A step of LoRA fine-tuning"
     caption = "seconds of a training step by length, and the speed-up of CAB"
     Settings = Settings
-    CASE = (*Settings.CASE_OPTIONS, "spread", "world")
-    ADDED = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
-    ADDED |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
-    GROWS = (*Settings.CASE_OPTIONS.values(), "cab", "worlds", "spread", "longest", "multiple")
-    GROWS += ("tile_tokens", "offload_layers")
+    CASE_FIELDS = (*Settings.CASE_OPTIONS, "spread", "world")
+    ADDED_DEFAULTS = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
+    ADDED_DEFAULTS |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
+    EXTENSIBLE_SETTINGS = (
+        *Settings.CASE_OPTIONS.values(),
+        "cab",
+        "worlds",
+        "spread",
+        "longest",
+        "multiple",
+    )
+    EXTENSIBLE_SETTINGS += ("tile_tokens", "offload_layers")
     COPIED_SETTINGS = ("dtype", "rank")
     GROUP_FIELDS = {"way": "implementation", "ranks": "world", "spread": "spread"}
     PANELS = (
         Panel("training step", "tokens/s per rank", ("tokens_s",)),
         SPEED_UP_PANEL,
-        Panel("relative to one rank alone", "efficiency", ("efficiency",), log=False),
+        Panel("relative to one rank alone", "efficiency", ("efficiency",), is_logarithmic=False),
     )
     NOTES = {
-        "": f"LoRA in {', '.join(TARGETS)}, all other weights frozen. "
+        "": f"LoRA in {', '.join(LORA_TARGETS)}, all other weights frozen. "
         f"{models.IMPLEMENTATIONS_NOTE} {models.UPPER_BOUND_NOTE} "
         "Operations are those of the forward and backward pass, without recomputation. Room: "
         "all memory that torch can allocate.",
-        "worlds": SPREAD_NOTE,
+        "worlds": PARALLELISM_NOTE,
     }
     describe_run = staticmethod(models.describe_run)
     RESULT_FIELDS = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "fits", "room_gib")
@@ -174,26 +189,31 @@ class LoraStep(Ranked):
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
-        return settings.is_spread or is_torchrun()
+        return settings.is_on_several_ranks or is_torchrun()
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
-        for spread in settings.spread:
-            fields = {"spread": spread, "world": 1 if spread == ALONE else self.ranks.size}
+        for parallelism in settings.spread:
+            case_fields = {
+                "spread": parallelism,
+                "world": 1 if parallelism == ALONE else self.ranks.size,
+            }
             cases = [
                 case
-                for case in settings.requested_cases()
-                if spread != CP or case["implementation"] in NAMES
+                for case in settings.list_requested_cases()
+                if parallelism != CP or case["implementation"] in IMPLEMENTATION_NAMES
             ]
             for case in cases:
-                yield {**case, **fields, "sought": False}
+                yield {**case, **case_fields, "sought": False}
             if settings.longest:
                 for implementation in dict.fromkeys(case["implementation"] for case in cases):
-                    search_fields = {**fields, "implementation": implementation}
-                    estimate = self.estimated_tokens(search_fields)
-                    yield from self.search(search_fields, samples, settings.multiple, estimate)
+                    search_fields = {**case_fields, "implementation": implementation}
+                    estimated_length = self.estimate_tokens(search_fields)
+                    yield from self.search_longest(
+                        search_fields, samples, settings.multiple, estimated_length
+                    )
 
-    def estimated_tokens(self, case: Mapping[str, Any]) -> int:
+    def estimate_tokens(self, case: Mapping[str, Any]) -> int:
         """Return the longest sequence, in tokens, whose step fits into memory by the cost model.
 
         Returns 0 on a CPU, or if no sequence fits.
@@ -201,8 +221,13 @@ class LoraStep(Ranked):
         Args:
             case: spread, number of ranks and implementation.
         """
-        step_tokens, memory = self.settings.multiple, available_memory(self.bench.available_gib())
-        lengths = range(step_tokens, LONGEST, step_tokens) if memory.device < inf else range(0)
+        step_tokens = self.settings.multiple
+        memory = get_available_memory(self.bench.available_gib())
+        lengths = (
+            range(step_tokens, MAX_ESTIMATED_TOKENS, step_tokens)
+            if memory.device_bytes < inf
+            else range(0)
+        )
         # no bisection: memory does not grow monotonically, because long sequences use tiles
         for length in reversed(lengths):
             if memory.can_hold(self.fit_memory(case, length, memory)[1].memory):
@@ -223,13 +248,13 @@ class LoraStep(Ranked):
             The tokens of an MLP tile, or 0 without tiles; and a `MemoryFit`, which has the number
             of layers whose inputs are offloaded to the host, and the estimated memory.
         """
-        settings, spread, num_ranks = self.settings, case["spread"], case["world"]
-        num_cp_ranks, cost = num_ranks if spread == CP else 1, train_state(settings).cost
+        settings, parallelism, num_ranks = self.settings, case["spread"], case["world"]
+        num_cp_ranks, cost = num_ranks if parallelism == CP else 1, make_train_state(settings).cost
         tile_tokens = choose_tile_tokens(length // num_cp_ranks, settings.tile_tokens)
         plan_options = {}
         if case["implementation"] == CAB:
             plan_options["plan_bytes"] = estimate_plan_bytes(
-                cost, settings.config_with_density(length), length, cp=num_cp_ranks
+                cost, settings.make_config_with_density(length), length, cp=num_cp_ranks
             )
         return tile_tokens, choose_offloading(
             cost,
@@ -239,45 +264,45 @@ class LoraStep(Ranked):
             itemsize=settings.torch_dtype.itemsize,
             tile_tokens=tile_tokens,
             cp=num_cp_ranks,
-            num_shards=num_ranks if spread == FSDP2 else 1,
+            num_shards=num_ranks if parallelism == FSDP2 else 1,
             **plan_options,
         )
 
     def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
-        settings, length, spread = self.settings, sample["length"], sample["spread"]
+        settings, length, parallelism = self.settings, sample["length"], sample["spread"]
         # free the hooks of an earlier distributed step, which are in reference cycles
         gc.collect()
         sample["room_gib"] = self.bench.available_gib()
         tile_tokens, (num_offloaded, _) = self.fit_memory(
-            sample, length, available_memory(sample["room_gib"])
+            sample, length, get_available_memory(sample["room_gib"])
         )
-        num_sharing_ranks = ranks.size if spread == CP else 1
+        num_sharing_ranks = ranks.size if parallelism == CP else 1
         host_gib = apply_memory_savings(
             settings, length // num_sharing_ranks, tile_tokens, num_offloaded
         )
         sample |= {"tile_tokens": tile_tokens, "offloaded": num_offloaded, "host_gib": host_gib}
-        runs = 1 if sample["sought"] else settings.runs
+        num_runs = 1 if sample["sought"] else settings.runs
         with prepare_training(
             settings=settings,
             length=length,
             implementation=sample["implementation"],
-            spread=spread,
+            parallelism=parallelism,
             ranks=ranks,
-        ) as (run_step, attention_fields):
+        ) as (run_step, read_attention_fields):
             ranks.call_on_all_ranks(lambda: run_step(min(length, WARM_UP_TOKENS)))
             # reset the measured density, which includes the warm-up step
-            attention_fields()
+            read_attention_fields()
             ranks.call_on_all_ranks(self.bench.free_memory)
             slowest_time = ranks.time_slowest(
-                self.bench, lambda: run_step(length), runs, warm_up_seconds=0
+                self.bench, lambda: run_step(length), num_runs, warm_up_seconds=0
             )
-            sample |= {"fits": True, **attention_fields()}
-        cost, density = train_state(settings).cost, sample["density"]
-        sparse_flops = step_flops(cost, length, density)
+            sample |= {"fits": True, **read_attention_fields()}
+        cost, density = make_train_state(settings).cost, sample["density"]
+        sparse_flops = count_step_flops(cost, length, density)
         sample |= {
             "ms": slowest_time.ms,
             "peak_gib": slowest_time.peak_gib,
-            "ceiling": step_flops(cost, length) / sparse_flops,
+            "ceiling": count_step_flops(cost, length) / sparse_flops,
             "tflops": sparse_flops / num_sharing_ranks / slowest_time.ms / 1e9,
         }
 
@@ -287,30 +312,30 @@ class LoraStep(Ranked):
 
         ``efficiency`` is the rate per rank, relative to one rank alone.
         """
-        rows, tokens_s_alone = [], {}
-        for group in grouped(samples, ["spread", "world"]):
-            rows += add_dense_ratios(group)
+        rows, one_rank_tokens_s = [], {}
+        for comparable_rows in group_rows(samples, ["spread", "world"]):
+            rows += add_dense_ratios(comparable_rows)
         for row in rows:
             num_sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
             tokens_per_rank = num_sequences * row["length"] / row["world"]
             row |= {"tokens_s": row["ms"] and tokens_per_rank / row["ms"] * 1e3, "efficiency": None}
             if row["spread"] == ALONE:
-                tokens_s_alone[row["length"], row["implementation"]] = row["tokens_s"]
+                one_rank_tokens_s[row["length"], row["implementation"]] = row["tokens_s"]
         for row in rows:
-            alone_tokens_s = tokens_s_alone.get((row["length"], row["implementation"]))
-            if alone_tokens_s and row["tokens_s"]:
-                row["efficiency"] = row["tokens_s"] / alone_tokens_s
+            baseline_tokens_s = one_rank_tokens_s.get((row["length"], row["implementation"]))
+            if baseline_tokens_s and row["tokens_s"]:
+                row["efficiency"] = row["tokens_s"] / baseline_tokens_s
         return rows
 
     @classmethod
-    def readings(cls, rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(cls, rows: Sequence[Row]) -> list[str]:
         return [*describe_speed_ups(rows), *runner.describe_longest(rows, cls.GROUP_FIELDS)]
 
 
 EXPERIMENT = LoraStep
 
 
-def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
+def count_step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     """Return the floating-point operations of a training step on one sequence.
 
     Args:
@@ -318,17 +343,17 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
         length: tokens of the sequence.
         density: fraction of the causal (query, key) pairs whose attention is computed.
     """
-    attention = sum(cost.attention_flops(cost.count_pairs(torch.arange(length)[None])))
-    return cost.product_flops(length) + density * attention
+    attention_flops = sum(cost.count_attention_flops(cost.count_pairs(torch.arange(length)[None])))
+    return cost.count_product_flops(length) + density * attention_flops
 
 
-def available_memory(gib: float | None) -> AvailableMemory:
+def get_available_memory(available_gib: float | None) -> AvailableMemory:
     """Return the available memory of the device and of the host.
 
     Args:
-        gib: GiB that torch can allocate; None: unlimited, as on a CPU.
+        available_gib: GiB that torch can allocate; None: unlimited, as on a CPU.
     """
-    return AvailableMemory(inf if gib is None else gib * GIB, get_host_bytes())
+    return AvailableMemory(inf if available_gib is None else available_gib * GIB, get_host_bytes())
 
 
 class TrainState(NamedTuple):
@@ -345,19 +370,19 @@ class TrainState(NamedTuple):
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights of the adapters."""
-        return [p for p in self.objective.parameters() if p.requires_grad]
+        return [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
 
 
 @lru_cache(maxsize=1)
-def train_state(settings: Settings) -> TrainState:
+def make_train_state(settings: Settings) -> TrainState:
     """Return the random model with trainable LoRA adapters, and the cost model of its step.
 
     The last result is cached, so that successive cases use the same model.
     """
-    model = models.random_model(settings)
+    model = models.make_random_model(settings)
     if settings.qlora:
         to_4_bits(model, settings.dtype)
-    model = with_lora(model, TARGETS, settings.rank, LORA_ALPHA)
+    model = with_lora(model, LORA_TARGETS, settings.rank, LORA_ALPHA)
     enable_gradient_checkpointing(model)
     model.train()
     return TrainState(Objective(model), Cost.of(model))
@@ -374,7 +399,7 @@ def apply_memory_savings(
         tile_tokens: tokens of a tile; 0: no tiles.
         num_offloaded: number of layers whose inputs are offloaded to the host.
     """
-    model = train_state(settings).objective.model
+    model = make_train_state(settings).objective.model
     # a larger tile than any sequence disables tiling: one tile contains all tokens and padding
     compute_in_tiles(model, tile_tokens or sys.maxsize)
     offload = Offload(num_offloaded, torch.device(settings.device))
@@ -393,9 +418,13 @@ def make_batch(settings: Settings, num_tokens: int, sequence_number: int = 0) ->
         num_tokens: length of the sequence.
         sequence_number: sequences of different numbers have different tokens.
     """
-    ids = models.random_tokens(settings, num_tokens + 1, sequence_number)
-    positions = torch.arange(num_tokens, device=settings.device)[None]
-    return {"input_ids": ids[:, :-1], "position_ids": positions, "labels": ids[:, 1:]}
+    token_ids = models.draw_random_tokens(settings, num_tokens + 1, sequence_number)
+    position_ids = torch.arange(num_tokens, device=settings.device)[None]
+    return {
+        "input_ids": token_ids[:, :-1],
+        "position_ids": position_ids,
+        "labels": token_ids[:, 1:],
+    }
 
 
 @contextmanager
@@ -403,7 +432,7 @@ def prepare_training(
     settings: Settings,
     length: int,
     implementation: str,
-    spread: str = ALONE,
+    parallelism: str = ALONE,
     ranks: RankGroup | None = None,
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
     """Yield functions for training steps; inside the block, the model uses ``implementation``.
@@ -412,59 +441,62 @@ def prepare_training(
         settings: the settings.
         length: tokens of the sequence, for the budget of CAB.
         implementation: name of the attention implementation.
-        spread: one of `SPREADS`.
+        parallelism: one of `PARALLELISMS`.
         ranks: the ranks that train together; None: one rank.
 
     Yields:
         A function of a number of tokens that takes a training step on a random sequence of this
-        length; and a function that returns `models.attention_fields` for all steps since its last
-        call, with the mean density of all ranks.
+        length; and a function that returns `models.read_attention_fields` for all steps since its
+        last call, with the mean density of all ranks.
     """
     ranks = RankGroup() if ranks is None else ranks
-    model, config = models.random_model(settings), settings.config_with_density(length)
+    model = models.make_random_model(settings)
+    cab_config = settings.make_config_with_density(length)
 
-    def attention_fields() -> dict[str, Any]:
-        fields = models.attention_fields(model, length, implementation, reset=True)
-        if spread != CP:
-            return fields | {"density": ranks.mean(fields["density"])}
-        density = ranks.mean(fields["density"], ranks.pairs(length, get_block_tokens(model)))
+    def read_attention_fields() -> dict[str, Any]:
+        density_fields = models.read_attention_fields(model, length, implementation, reset=True)
+        if parallelism != CP:
+            return density_fields | {"density": ranks.compute_mean(density_fields["density"])}
+        density = ranks.compute_mean(
+            density_fields["density"], ranks.count_rank_pairs(length, get_block_tokens(model))
+        )
         # `describe` does not describe attention over ranks
         return {"density": density, "ran_as": None}
 
-    if spread != ALONE:
+    if parallelism != ALONE:
         # LoRA initialises half of the adapter weights with zeros, for which half of the gradients
         # are zero
         generator = torch.Generator(settings.device).manual_seed(settings.seed)
         with torch.no_grad():
-            for parameter in train_state(settings).trainable_parameters:
-                parameter.normal_(std=models.INITIAL_STD, generator=generator)
+            for parameter in make_train_state(settings).trainable_parameters:
+                parameter.normal_(std=models.INITIAL_WEIGHT_STD, generator=generator)
     try:
         with (
-            models.use_attention(model, implementation, config),
-            prepare_backward(settings, spread, ranks) as add_gradients,
+            models.use_attention(model, implementation, cab_config),
+            prepare_backward(settings, parallelism, ranks) as add_gradients,
         ):
             # read the parameters after `prepare_backward`, because FSDP2 replaces them
-            trainable_parameters = train_state(settings).trainable_parameters
+            trainable_parameters = make_train_state(settings).trainable_parameters
             is_cuda = torch.device(settings.device).type == "cuda"
             optimizer = torch.optim.AdamW(trainable_parameters, LEARNING_RATE, fused=is_cuda)
             try:
                 yield (
                     partial(train_step, add_gradients, trainable_parameters, optimizer),
-                    attention_fields,
+                    read_attention_fields,
                 )
             finally:
                 for parameter in trainable_parameters:
                     parameter.grad = None
     finally:
-        if spread == FSDP2:
+        if parallelism == FSDP2:
             # the cached model is sharded, and other cases need a whole model
             models.clear_model_cache()
-            train_state.cache_clear()
+            make_train_state.cache_clear()
 
 
 @contextmanager
 def prepare_backward(
-    settings: Settings, spread: str, ranks: RankGroup
+    settings: Settings, parallelism: str, ranks: RankGroup
 ) -> Iterator[Callable[[int], None]]:
     """Distribute the model over ranks, and yield a function that computes gradients.
 
@@ -472,34 +504,34 @@ def prepare_backward(
     length, and adds the result to this rank's gradients. With `FSDP2`, the weights remain sharded
     after the block.
     """
-    objective = wrapped_objective = train_state(settings).objective
-    make_batch_of, loss_scale, parallel_context = partial(make_batch, settings), 1, nullcontext()
-    if spread in (DDP, FSDP2):
-        make_batch_of = partial(make_batch_of, sequence_number=ranks.rank)
-    if spread == FSDP2:
+    objective = wrapped_objective = make_train_state(settings).objective
+    make_rank_batch, loss_scale, parallel_context = partial(make_batch, settings), 1, nullcontext()
+    if parallelism in (DDP, FSDP2):
+        make_rank_batch = partial(make_rank_batch, sequence_number=ranks.rank)
+    if parallelism == FSDP2:
         # as accelerate does: one FSDP unit per decoder layer, and one unit of all other modules
-        device_mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
-        for layer in models.random_model(settings).model.layers:
+        device_mesh = DeviceMesh.from_group(ranks.process_group, torch.device(settings.device).type)
+        for layer in models.make_random_model(settings).model.layers:
             fully_shard(layer, mesh=device_mesh, reshard_after_forward=True)
         fully_shard(objective, mesh=device_mesh)
-    if spread in (DDP, CP):
-        wrapped_objective = DistributedDataParallel(objective, process_group=ranks.group)
-    if spread == CP:
+    if parallelism in (DDP, CP):
+        wrapped_objective = DistributedDataParallel(objective, process_group=ranks.process_group)
+    if parallelism == CP:
         block_tokens, loss_scale = get_block_tokens(objective.model), ranks.size
         # gradient checkpointing recomputes a layer, which gathers K and V again in any case
         parallel_context = context_parallel(
-            objective.model, ranks.group, block=block_tokens, regather_kv=False
+            objective.model, ranks.process_group, block=block_tokens, regather_kv=False
         )
 
-    def backward(tokens: int) -> None:
-        own_batch = make_batch_of(tokens)
-        if spread == CP:
-            own_batch = shard_batch(own_batch, ranks.group, block_tokens)
+    def add_gradients(num_tokens: int) -> None:
+        rank_batch = make_rank_batch(num_tokens)
+        if parallelism == CP:
+            rank_batch = shard_batch(rank_batch, ranks.process_group, block_tokens)
         # DDP averages gradients over ranks; ``loss_scale`` undoes this if ranks share a sequence
-        (wrapped_objective(own_batch) * (loss_scale / tokens)).backward()
+        (wrapped_objective(rank_batch) * (loss_scale / num_tokens)).backward()
 
     with parallel_context:
-        yield backward
+        yield add_gradients
 
 
 def train_step(

@@ -19,7 +19,12 @@ from cab_hf.eval.kv_cache import make_cache_arguments
 from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
-from cab_hf.eval.speed.runner import KEEP_ALL_BLOCKS, SpeedSettings, densities, run_description
+from cab_hf.eval.speed.runner import (
+    KEEP_ALL_BLOCKS,
+    SpeedSettings,
+    format_run_description,
+    make_densities_option,
+)
 from cab_hf.experiment.settings import by_device, option
 
 # functions import transformers themselves, so that --help is fast
@@ -28,8 +33,8 @@ if TYPE_CHECKING:
 
 SDPA = "sdpa"  # the default attention of transformers
 # name of the attention implementation in results -> fields of CabConfig that it replaces
-CAB = {"cab": {}, "cab-always": {"min_length": 0}}
-INITIAL_STD = 0.02
+CAB_IMPLEMENTATIONS = {"cab": {}, "cab-always": {"min_length": 0}}
+INITIAL_WEIGHT_STD = 0.02
 ROPE_THETA = 500_000.0
 # notes of reports on the attention implementations, and on upper bounds of the speed-up
 IMPLEMENTATIONS_NOTE = (
@@ -39,7 +44,7 @@ IMPLEMENTATIONS_NOTE = (
 )
 UPPER_BOUND_NOTE = (
     "Upper bound: operations of the dense model divided by those at the measured density. TFLOP/s "
-    f"count attended pairs. {dense.BREAK_EVEN}"
+    f"count attended pairs. {dense.BREAK_EVEN_NOTE}"
 )
 # implementations of norms, RoPE and MLPs. A run measures them in this order, because liger-kernel
 # replaces the RoPE of transformers until the process ends.
@@ -75,19 +80,19 @@ class ModelShape(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        accepted = f"at most --experts {self.experts}"
+        accepted_values = f"at most --experts {self.experts}"
         self.check(
             "experts_per_token",
             not self.experts or self.experts_per_token <= self.experts,
-            accepted,
+            accepted_values,
         )
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         """The maximum number of positions of the model: the length of the longest sequence."""
         return max(self.lengths)
 
-    def flops(self, length: int, density: float = 1.0, num_cached: int = 0) -> float:
+    def count_flops(self, length: int, density: float = 1.0, num_cached: int = 0) -> float:
         """Return the floating-point operations of the matrix products of a prefill.
 
         The products include the logits of the last token.
@@ -105,7 +110,7 @@ class ModelShape(SpeedSettings):
         attention_flops = self.layers * self.heads * 4 * self.head_dim * num_pairs
         return 2.0 * (length * num_weights + self.hidden * self.vocab) + attention_flops
 
-    def cache_gib(self, length: int) -> float:
+    def compute_cache_gib(self, length: int) -> float:
         """Return the GiB of the keys and values of ``length`` tokens in all layers."""
         channels_per_token = 2 * self.layers * self.kv_heads * self.head_dim
         return length * channels_per_token * self.torch_dtype.itemsize / 2**30
@@ -117,21 +122,21 @@ class ModelSettings(ModelShape):
 
     CONFIG_DEFAULTS = KEEP_ALL_BLOCKS
 
-    max_density: tuple[str, ...] = densities("0.1")
+    max_density: tuple[str, ...] = make_densities_option("0.1")
 
     def configs(self) -> list[CabConfig]:
-        return [self.config_with_density(length) for length in self.lengths]
+        return [self.make_config_with_density(length) for length in self.lengths]
 
-    def config_with_density(self, length: int, implementation: str = "cab") -> CabConfig:
+    def make_config_with_density(self, length: int, implementation: str = "cab") -> CabConfig:
         """Return CAB's config with the ``max_density`` of the settings for a length of prompts.
 
         Args:
             length: tokens of the prompt.
-            implementation: name of the attention implementation. If it is a key of `CAB`, the
-                fields of this variant are set too.
+            implementation: name of the attention implementation. If it is a key of
+                `CAB_IMPLEMENTATIONS`, the fields of this variant are set too.
         """
-        config = self.config_with(max_density=self.density_at(length))
-        return dataclasses.replace(config, **CAB.get(implementation, {}))
+        config = self.make_measured_config(max_density=self.get_density_at_length(length))
+        return dataclasses.replace(config, **CAB_IMPLEMENTATIONS.get(implementation, {}))
 
 
 @dataclass(frozen=True)
@@ -151,31 +156,31 @@ class LongestSettings(ModelSettings):
 
 def describe_run(settings: Mapping[str, Any]) -> str:
     """Return a description of the model, CAB's config and the timing method for a report."""
-    densities = settings.get("max_density")
-    num_experts, mlp_text = settings.get("experts"), f"{settings['intermediate']} in the MLP"
+    density_parts = settings.get("max_density")
+    num_experts, mlp_phrase = settings.get("experts"), f"{settings['intermediate']} in the MLP"
     if num_experts:
-        mlp_text = (
+        mlp_phrase = (
             f"{num_experts} experts of {settings['intermediate']}, "
             f"{settings['experts_per_token']} per token"
         )
-    model_text = "Qwen3-MoE" if num_experts else "LLaMA"
-    return run_description(
-        f"A {model_text} with random weights (standard deviation {INITIAL_STD}): "
-        f"{settings['layers']} layers of {settings['hidden']} channels ({mlp_text}), "
+    model_phrase = "Qwen3-MoE" if num_experts else "LLaMA"
+    return format_run_description(
+        f"A {model_phrase} with random weights (standard deviation {INITIAL_WEIGHT_STD}): "
+        f"{settings['layers']} layers of {settings['hidden']} channels ({mlp_phrase}), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "
         f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
-        + (f", max_density {', '.join(densities)}" if densities else ""),
+        + (f", max_density {', '.join(density_parts)}" if density_parts else ""),
         settings,
     )
 
 
-def model_config(settings: ModelShape) -> PretrainedConfig:
+def make_model_config(settings: ModelShape) -> PretrainedConfig:
     """Return the transformers config of the model: a `LlamaConfig` or a `Qwen3MoeConfig`."""
     from transformers import LlamaConfig, Qwen3MoeConfig
 
-    mlps: dict[str, Any] = {}
+    expert_fields: dict[str, Any] = {}
     if settings.experts:
-        mlps = {
+        expert_fields = {
             "num_experts": settings.experts,
             "num_experts_per_tok": settings.experts_per_token,
             "moe_intermediate_size": settings.intermediate,
@@ -190,17 +195,17 @@ def model_config(settings: ModelShape) -> PretrainedConfig:
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.kv_heads,
         head_dim=settings.head_dim,
-        max_position_embeddings=settings.positions,
+        max_position_embeddings=settings.max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        initializer_range=INITIAL_STD,
+        initializer_range=INITIAL_WEIGHT_STD,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **mlps,
+        **expert_fields,
     )
 
 
-def random_model(settings: ModelShape, variant: str = PLAIN_VARIANT) -> PreTrainedModel:
+def make_random_model(settings: ModelShape, variant: str = PLAIN_VARIANT) -> PreTrainedModel:
     """Return a model with random weights, created directly on its device and in its dtype.
 
     The last returned model is cached, so that successive cases with equal arguments share it.
@@ -209,26 +214,26 @@ def random_model(settings: ModelShape, variant: str = PLAIN_VARIANT) -> PreTrain
         settings: shape, dtype, device and seed.
         variant: one of `VARIANTS`.
     """
-    return _random_model(settings, variant)
+    return _make_random_model(settings, variant)
 
 
 # lru_cache treats an omitted and an explicit default as different keys, so this function has no
-# defaults, and `random_model` always passes both arguments
+# defaults, and `make_random_model` always passes both arguments
 @lru_cache(maxsize=1)
-def _random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
+def _make_random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(settings.seed)
     with torch.device(settings.device):
         model = AutoModelForCausalLM.from_config(
-            model_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
+            make_model_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
         )
     for variant_part in () if variant == PLAIN_VARIANT else variant.split("+"):
         REPLACE_MODULES[variant_part](model)
     return model.eval()
 
 
-clear_model_cache = _random_model.cache_clear
+clear_model_cache = _make_random_model.cache_clear
 
 
 def _replace_by_liger_kernels(model: PreTrainedModel) -> None:
@@ -244,7 +249,7 @@ def _replace_by_liger_kernels(model: PreTrainedModel) -> None:
 REPLACE_MODULES = {FP8: to_8_bits, LIGER: _replace_by_liger_kernels}
 
 
-def random_tokens(settings: ModelShape, length: int, seed_offset: int = 0) -> Tensor:
+def draw_random_tokens(settings: ModelShape, length: int, seed_offset: int = 0) -> Tensor:
     """Return random token ids, int64 [1, length]; all ranks get the same ids.
 
     Args:
@@ -256,7 +261,7 @@ def random_tokens(settings: ModelShape, length: int, seed_offset: int = 0) -> Te
     return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
 
 
-def random_cache(
+def make_random_cache(
     model: PreTrainedModel, length: int, batch: int = 1, num_slots: int = 0, has_index: bool = False
 ) -> Cache:
     """Return a KV cache that contains random keys and values in every layer of ``model``.
@@ -313,13 +318,13 @@ def prepare_prefill(
 
     Yields:
         A function that runs the model on a random prompt and returns the output of the last token;
-        a function that returns `attention_fields` for all calls so far; and a function that removes
-        the prompt from the `DynamicCache`, for the next call.
+        a function that returns `read_attention_fields` for all calls so far; and a function that
+        removes the prompt from the `DynamicCache`, for the next call.
     """
     from transformers import StaticCache
 
-    model, prompt = random_model(settings, variant), random_tokens(settings, length)
-    random_kv_cache = random_cache(model, num_cached) if num_cached else None
+    model, prompt = make_random_model(settings, variant), draw_random_tokens(settings, length)
+    random_kv_cache = make_random_cache(model, num_cached) if num_cached else None
 
     @torch.inference_mode()
     def run_prefill() -> Any:
@@ -345,11 +350,11 @@ def prepare_prefill(
         if num_added:
             random_kv_cache.crop(-num_added)
 
-    config = settings.config_with_density(length, implementation)
+    config = settings.make_config_with_density(length, implementation)
     with use_attention(model, implementation, config, has_cache=num_cached > 0):
         yield (
             run_prefill,
-            partial(attention_fields, model, num_cached + length, implementation),
+            partial(read_attention_fields, model, num_cached + length, implementation),
             crop_cache,
         )
 
@@ -367,7 +372,7 @@ def use_attention(
 
     Args:
         model: the model.
-        implementation: a key of `CAB`, the name of a baseline in `dense`, or an
+        implementation: a key of `CAB_IMPLEMENTATIONS`, the name of a baseline in `dense`, or an
             ``attn_implementation`` of transformers.
         config: the config of CAB; None for other implementations.
         has_cache: True if calls of the model append to a KV cache that already has tokens.
@@ -382,11 +387,11 @@ def use_attention(
     from cab_hf.patches import cab, stats
 
     stats(model, reset=True)
-    if implementation in CAB:
+    if implementation in CAB_IMPLEMENTATIONS:
         with cab(model, config):
             yield
         return
-    function_name, baseline = implementation, dense.baselines_on(model.device).get(implementation)
+    function_name, baseline = implementation, dense.get_baselines(model.device).get(implementation)
     if baseline is not None:
         if has_cache and not baseline.aligns_to_last_key:
             raise RuntimeError(
@@ -421,7 +426,7 @@ def _make_attention_function(
     Raises:
         ArithmeticError: the kernel is wrong.
     """
-    kernel = baseline.load()
+    kernel = baseline.load_kernel()
 
     def attend_matched_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         q, k, v = baseline.match_heads(q, k, v)
@@ -447,7 +452,7 @@ def _make_attention_function(
     return attention_function
 
 
-def attention_fields(
+def read_attention_fields(
     model: PreTrainedModel, length: int, implementation: str, reset: bool = False
 ) -> dict[str, Any]:
     """Return the density and a description of the attention that ``model`` has computed.
@@ -468,8 +473,16 @@ def attention_fields(
     from cab_hf.patches import describe, stats
 
     # dense layers attend to all pairs
-    densities = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=reset)]
-    lines = []
-    if implementation in CAB:
-        lines = describe(model, tokens=length, training=model.training).splitlines()[1:-1]
-    return {"density": fmean(densities), "ran_as": "; ".join(map(str.strip, lines)) or None}
+    layer_densities = [
+        1.0 if layer_stats["density"] is None else layer_stats["density"]
+        for layer_stats in stats(model, reset=reset)
+    ]
+    description_lines = []
+    if implementation in CAB_IMPLEMENTATIONS:
+        description_lines = describe(model, tokens=length, training=model.training).splitlines()[
+            1:-1
+        ]
+    return {
+        "density": fmean(layer_densities),
+        "ran_as": "; ".join(map(str.strip, description_lines)) or None,
+    }

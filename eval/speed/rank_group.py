@@ -56,35 +56,35 @@ class RankGroup:
     """The ranks that measure a case together, or a single rank.
 
     Attributes:
-        group: process group of the measured calls; None for a single rank.
-        control: process group of the same ranks on the CPU, for control messages; None for a single
-            rank.
+        process_group: process group of the measured calls; None for a single rank.
+        control_group: process group of the same ranks on the CPU, for control messages; None for a
+            single rank.
     """
 
-    group: ProcessGroup | None = None
-    control: ProcessGroup | None = None
+    process_group: ProcessGroup | None = None
+    control_group: ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
+        return 0 if self.process_group is None else self.process_group.rank()
 
     @property
     def size(self) -> int:
-        return 1 if self.group is None else self.group.size()
+        return 1 if self.process_group is None else self.process_group.size()
 
     def all_gather(self, own_value: Result) -> list[Result]:
         """Return the values of all ranks, in the order of the ranks."""
-        if self.control is None:
+        if self.control_group is None:
             return [own_value]
         rank_values: list[Any] = [None] * self.size
-        dist.all_gather_object(rank_values, own_value, group=self.control)
+        dist.all_gather_object(rank_values, own_value, group=self.control_group)
         return rank_values
 
-    def from_rank_0(self, value: Result) -> Result:
+    def broadcast_from_rank_0(self, rank_value: Result) -> Result:
         """Return the value of rank 0 on every rank."""
-        return self.all_gather(value)[0]
+        return self.all_gather(rank_value)[0]
 
-    def mean(self, value: float, weight: float = 1) -> float:
+    def compute_mean(self, value: float, weight: float = 1) -> float:
         """Return the weighted mean of a value over the ranks."""
         value_weight_pairs = self.all_gather((value, weight))
         weighted_sum = sum(
@@ -92,7 +92,7 @@ class RankGroup:
         )
         return weighted_sum / sum(rank_weight for _, rank_weight in value_weight_pairs)
 
-    def pairs(self, length: int, block_tokens: int) -> int:
+    def count_rank_pairs(self, length: int, block_tokens: int) -> int:
         """Return the number of causal (query, key) pairs of this rank's queries.
 
         Args:
@@ -109,7 +109,7 @@ class RankGroup:
             RuntimeError: on every rank if the call failed on any rank. The message is that of the
                 first rank that failed.
         """
-        if self.control is None:
+        if self.control_group is None:
             return call()
         own_result, own_message = None, None
         try:
@@ -121,7 +121,9 @@ class RankGroup:
             own_message = summarise_error(error)
         messages = self.all_gather(own_message)
         failures = [
-            f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None
+            f"rank {rank}: {message}"
+            for rank, message in enumerate(messages)
+            if message is not None
         ]
         if failures:
             # name the rank only if other ranks succeeded
@@ -157,8 +159,8 @@ class RankGroup:
 
         def synchronise_start() -> None:
             before_run()
-            if self.group is not None:
-                dist.barrier(self.group)
+            if self.process_group is not None:
+                dist.barrier(self.process_group)
 
         def time_calls(num_runs: int, num_calls: int = 1) -> tuple[list[float], float | None]:
             """Return times and memory of the worst rank.
@@ -244,7 +246,7 @@ def init_process_groups(device: str, command: str) -> Iterator[RankGroup]:
         dist.destroy_process_group()
 
 
-class Ranked(Speed):
+class RankedSpeed(Speed):
     """The base class of ops that can run on the ranks of torchrun.
 
     If a rank ends while other ranks wait for it, the run ends too, at the latest after the timeout
@@ -271,8 +273,8 @@ class Ranked(Speed):
         return self.ranks.size > 1 or self.needs_ranks(self.settings)
 
     @classmethod
-    def main(cls, words: Sequence[str]) -> int:
-        settings = read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)
+    def main(cls, arguments: Sequence[str]) -> int:
+        settings = read_settings(cls.Settings, arguments, f"{PROG} {cls.name}", cls.purpose)
         if not cls.needs_ranks(settings):
             run(cls(settings))
             return 0
@@ -281,17 +283,19 @@ class Ranked(Speed):
         return 0
 
     @staticmethod
-    def programs(settings: Mapping[str, Any]) -> list[str]:
+    def command_prefixes(settings: Mapping[str, Any]) -> list[str]:
         world_sizes = settings.get("worlds") or ()
-        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in world_sizes] or [PROG]
+        return [
+            f"torchrun --nproc_per_node={num_ranks} -m cab_hf.eval" for num_ranks in world_sizes
+        ] or [PROG]
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded_settings(self) -> dict[str, Any]:
         """Return the settings, and the number of ranks if results depend on it."""
-        world_sizes = {"worlds": [self.ranks.size]} if self.is_ranked else {}
-        return {**super().recorded(), **world_sizes}
+        rank_fields = {"worlds": [self.ranks.size]} if self.is_ranked else {}
+        return {**super().recorded_settings(), **rank_fields}
 
-    def check(self) -> None:
-        super().check()
+    def check_settings(self) -> None:
+        super().check_settings()
         if self.is_ranked and self.ranks.size < self.MIN_RANKS:
             raise UsageError(
                 "torchrun must start at least 2 ranks, because the op measures ranks, and "
@@ -306,7 +310,7 @@ class Ranked(Speed):
     def run_on_all_ranks(self) -> None:
         """Run the experiment on rank 0, and measure its cases on the other ranks."""
         if self.ranks.rank:
-            while (case := self.ranks.from_rank_0(None)) is not None:
+            while (case := self.ranks.broadcast_from_rank_0(None)) is not None:
                 super().measure(case)
             return
         try:
@@ -315,17 +319,17 @@ class Ranked(Speed):
             # rank 0 must not broadcast the end of the run, because a rank has ended
             raise
         except Exception:
-            self.ranks.from_rank_0(None)
+            self.ranks.broadcast_from_rank_0(None)
             raise
-        self.ranks.from_rank_0(None)
+        self.ranks.broadcast_from_rank_0(None)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        return super().measure(self.ranks.from_rank_0(case))
+        return super().measure(self.ranks.broadcast_from_rank_0(case))
 
-    def error_fields(self, error: Exception) -> dict[str, Any]:
+    def make_error_fields(self, error: Exception) -> dict[str, Any]:
         if isinstance(error, RankLost):
             raise error
-        return super().error_fields(error)
+        return super().make_error_fields(error)
 
     def fill_sample(self, sample: dict[str, Any]) -> None:
         """Measure a case of several ranks on all ranks, and a case of one rank on rank 0 only.
@@ -338,7 +342,7 @@ class Ranked(Speed):
             if self.ranks.rank == 0:
                 self.fill_sample_on_ranks(sample, RankGroup())
         finally:
-            self.ranks.from_rank_0(None)
+            self.ranks.broadcast_from_rank_0(None)
 
     @abstractmethod
     def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:

@@ -21,12 +21,18 @@ from cab_hf.eval.experiment import (
     Row,
     find_changed_fields,
     get_default_fields,
-    is_earlier,
+    is_from_earlier_version,
 )
 from cab_hf.eval.methods import with_known_predictor
-from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds
+from cab_hf.eval.report import (
+    format_digits,
+    format_percent,
+    format_seconds,
+    group_rows,
+    markdown_table,
+)
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.timing import Bench, Timing, bench_on, is_out_of_memory, summarise_error
+from cab_hf.eval.speed.timing import Bench, Timing, is_out_of_memory, make_bench, summarise_error
 from cab_hf.experiment.provenance import computing_device
 from cab_hf.experiment.settings import (
     by_device,
@@ -50,7 +56,7 @@ INPUTS_DESCRIPTION = (
 )
 SEARCH_FACTORS = (0.9, 1.1)  # a search tries these multiples of the estimated longest length first
 CAB_DENSE = "cab_dense"  # the dense attention of cab_hf, which supports sequences over ranks
-HEADINGS = {
+FIELD_HEADINGS = {
     **{"length": "tokens", "implementation": "attention", "way": "attention", "world": "ranks"},
     **{"ceiling": "upper bound", "over_best": "speed-up", "over_same": "speed-up over sdpa"},
     **{"ratio": "time / baseline", "predict_ms": "select ms", "choose_ms": "select ms"},
@@ -63,7 +69,7 @@ PERCENT_FIELDS = ("efficiency", "of_bandwidth", "gap", "density", "mass")
 format_speed_up = "{:.2f}×".format
 # field of a result record -> column "what" of the table of remarks. The field contains the text of
 # the column "reason", or maps names of kernels to such texts
-REMARKS = {
+REMARK_FIELDS = {
     "ran_as": "ran as",
     "error": "not measured",
     "why_no_split": "not split into parts",
@@ -74,17 +80,17 @@ REMARKS = {
 IDENTITY_FIELDS = ("device", "versions", "baselines", "commit")
 
 
-def power_of_2_lengths(min_exponent: int, max_exponent: int) -> Any:
+def make_lengths_option(min_exponent: int, max_exponent: int) -> Any:
     """Return a dataclass field for a command-line option that lists sequence lengths.
 
     On a GPU, the default is all powers of 2 from 2^low to 2^high tokens. On a CPU, the default is
     256 and 512 tokens.
     """
-    lengths = tuple(2**n for n in range(min_exponent, max_exponent + 1))
-    return list_option(lengths, (256, 512), "tokens", parse_length)
+    lengths = tuple(2**exponent for exponent in range(min_exponent, max_exponent + 1))
+    return make_list_option(lengths, (256, 512), "tokens", parse_length)
 
 
-def list_option(
+def make_list_option(
     gpu_default: tuple,
     cpu_default: tuple | None,
     help: str,
@@ -106,13 +112,13 @@ def list_option(
     )
 
 
-def densities(*default: str) -> Any:
+def make_densities_option(*default: str) -> Any:
     """Return a dataclass field for the option ``max_density``, which may have a value per length.
 
     Args:
-        default: the default, a tuple of parts as in `SpeedSettings.option_by_length`.
+        default: the default, a tuple of parts as in `SpeedSettings.parse_option_by_length`.
     """
-    return list_option(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
+    return make_list_option(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class SpeedSettings:
     NON_NEGATIVE: ClassVar[tuple[str, ...]] = ()
     CHOICES: ClassVar[Mapping[str, Iterable[str]]] = {}
 
-    lengths: tuple[int, ...] | None = power_of_2_lengths(13, 17)
+    lengths: tuple[int, ...] | None = make_lengths_option(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass_threshold=0.004; repeatable", repeatable=True
@@ -159,41 +165,41 @@ class SpeedSettings:
         # `Speed.check` checks that the GPU with the given number exists
         if not is_cuda:
             computing_device(device)
-        self._set("device", device)
+        self._set_option("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
-        self._set("lengths", tuple(sorted(self.lengths)))
+        self._set_option("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
-        for name in self.POSITIVE:
-            option_value = getattr(self, name)
+        for option_name in self.POSITIVE:
+            option_value = getattr(self, option_name)
             min_value = (
                 min(option_value, default=0) if isinstance(option_value, tuple) else option_value
             )
-            self.check(name, min_value > 0, "at least 1")
-        for name in self.NON_NEGATIVE:
-            self.check(name, (getattr(self, name) or 0) >= 0, "0 or more")
-        for name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
-            self.check_choice(name, choices)
+            self.check(option_name, min_value > 0, "at least 1")
+        for option_name in self.NON_NEGATIVE:
+            self.check(option_name, (getattr(self, option_name) or 0) >= 0, "0 or more")
+        for option_name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
+            self.check_choice(option_name, choices)
         if hasattr(self, "kv_heads"):
             is_multiple = self.heads > 0 and self.heads % self.kv_heads == 0
             self.check("heads", is_multiple, f"a multiple of kv_heads={self.kv_heads}")
         # raise an error for invalid configs before the run instead of during it
         _ = self.cab_config, self.configs()
 
-    def _set(self, name: str, new_value: Any) -> None:
-        object.__setattr__(self, name, new_value)
+    def _set_option(self, option_name: str, new_value: Any) -> None:
+        object.__setattr__(self, option_name, new_value)
 
-    def check(self, name: str, is_accepted: object, accepted_values: str) -> None:
-        """Raise an error about the option ``name`` unless ``is_accepted`` is true."""
-        require(self, name, is_accepted, accepted_values)
+    def check(self, option_name: str, is_accepted: object, accepted_values: str) -> None:
+        """Raise an error about the option ``option_name`` unless ``is_accepted`` is true."""
+        require(self, option_name, is_accepted, accepted_values)
 
-    def check_choice(self, name: str, choices: Iterable[str]) -> None:
-        """Raise an error unless the option ``name``, or each of its values, is in ``choices``."""
-        option_value = getattr(self, name)
+    def check_choice(self, option_name: str, choices: Iterable[str]) -> None:
+        """Raise an error unless the option, or each of its values, is in ``choices``."""
+        option_value = getattr(self, option_name)
         is_list = isinstance(option_value, tuple)
-        values = set(option_value if is_list else (option_value,))
+        option_values = set(option_value if is_list else (option_value,))
         accepted_values = f"{'out' if is_list else 'one'} of {', '.join(choices)}"
-        self.check(name, values and values <= set(choices), accepted_values)
+        self.check(option_name, option_values and option_values <= set(choices), accepted_values)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -202,9 +208,9 @@ class SpeedSettings:
     @cached_property
     def cab_config(self) -> CabConfig:
         """CAB's config: `CONFIG_DEFAULTS`, replaced by the fields of ``--cab``."""
-        return self.config_with()
+        return self.make_measured_config()
 
-    def config_with(self, **measured_fields: Any) -> CabConfig:
+    def make_measured_config(self, **measured_fields: Any) -> CabConfig:
         """Return a config of `CONFIG_DEFAULTS`, updated by ``--cab`` and ``measured_fields``.
 
         Raises:
@@ -221,45 +227,51 @@ class SpeedSettings:
             CabConfig(**self.CONFIG_DEFAULTS).changed(**cab_fields, **measured_fields)
         )
 
-    def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
+    def parse_option_by_length(
+        self, option_name: str, parse_value: Callable[[str], Any]
+    ) -> dict[int | None, Any]:
         """Return a mapping from lengths to the values of an option.
 
         The option has parts ``VALUE`` and ``LENGTH:VALUE``. A part ``VALUE`` has the key None, and
         applies to all other lengths. Returns {} if a part cannot be parsed.
         """
-        parts = [part.rpartition(":") for part in getattr(self, name)]
+        option_parts = [option_part.rpartition(":") for option_part in getattr(self, option_name)]
         try:
             return {
-                parse_length(length) if colon else None: parse(value)
-                for length, colon, value in parts
+                parse_length(length) if separator else None: parse_value(value)
+                for length, separator, value in option_parts
             }
         except ValueError:
             return {}
 
-    def value_at(self, name: str, length: int, parse: Callable[[str], Any], noun: str) -> Any:
-        """Return the value of an option for a length, from the mapping of `option_by_length`.
+    def get_value_at_length(
+        self, option_name: str, length: int, parse_value: Callable[[str], Any], value_noun: str
+    ) -> Any:
+        """Return the value of an option for a length, from the mapping of `parse_option_by_length`.
 
         Args:
-            name: the option.
+            option_name: the option.
             length: tokens.
-            parse: parses one value.
-            noun: noun for the value in the error message, such as "count".
+            parse_value: parses one value.
+            value_noun: noun for the value in the error message, such as "count".
 
         Raises:
             ValueError: the option has no value for the length, or the value is 0.
         """
-        values_by_length = self.option_by_length(name, parse)
+        values_by_length = self.parse_option_by_length(option_name, parse_value)
         value = values_by_length.get(length, values_by_length.get(None))
-        accepted_values = f"a {noun}, or LENGTH:{noun.upper()} pairs that include {length:,} tokens"
-        self.check(name, value, accepted_values)
+        accepted_values = (
+            f"a {value_noun}, or LENGTH:{value_noun.upper()} pairs that include {length:,} tokens"
+        )
+        self.check(option_name, value, accepted_values)
         return value
 
-    def density_at(self, length: int) -> float:
+    def get_density_at_length(self, length: int) -> float:
         """Return the ``max_density`` for a length; only for subclasses with this option."""
-        return self.value_at("max_density", length, float, "share")
+        return self.get_value_at_length("max_density", length, float, "share")
 
-    def random_heads(
-        self, length: int, head_dim: int, device: torch.device, names: str, batch: int = 0
+    def draw_random_heads(
+        self, length: int, head_dim: int, device: torch.device, tensor_names: str, batch: int = 0
     ) -> tuple[Tensor, ...]:
         """Return random q, k or v, each a [B, H, N, D] view of [B, N, H, D] as in a prefill.
 
@@ -270,7 +282,7 @@ class SpeedSettings:
             length: tokens N.
             head_dim: channels per head.
             device: device of the tensors.
-            names: letters of the tensors to return, such as "qkv".
+            tensor_names: letters of the tensors to return, such as "qkv".
             batch: rows B; 0: the batch of the settings.
         """
         generator = torch.Generator(device).manual_seed(self.seed)
@@ -282,12 +294,12 @@ class SpeedSettings:
         )
         directions = topics[run_topics.repeat_interleave(TOPIC_TOKENS)[:length]]
         tensors = []
-        for name in names:
-            num_heads = self.heads if name == "q" else self.kv_heads
+        for tensor_name in tensor_names:
+            num_heads = self.heads if tensor_name == "q" else self.kv_heads
             head_tensor = torch.randn(
                 batch or self.batch, length, num_heads, head_dim, **tensor_options
             )
-            if name != "v":
+            if tensor_name != "v":
                 head_tensor += directions[:, None]
             tensors.append(head_tensor.transpose(1, 2))
         return tuple(tensors)
@@ -296,10 +308,10 @@ class SpeedSettings:
         """Return CAB's config of each case; [] if all cases use `cab_config`."""
         return []
 
-    def requested_cases(self) -> list[dict[str, Any]]:
+    def list_requested_cases(self) -> list[dict[str, Any]]:
         """Return the cases of the settings: all combinations of the values in `CASE_OPTIONS`."""
         value_combinations = itertools.product(
-            *(getattr(self, name) for name in self.CASE_OPTIONS.values())
+            *(getattr(self, option_name) for option_name in self.CASE_OPTIONS.values())
         )
         return [dict(zip(self.CASE_OPTIONS, values, strict=True)) for values in value_combinations]
 
@@ -311,13 +323,13 @@ class Panel(NamedTuple):
         title: title of the panel.
         unit: label of the vertical axis.
         fields: fields of a row that are drawn, one line each.
-        log: True for a logarithmic vertical axis.
+        is_logarithmic: True for a logarithmic vertical axis.
     """
 
     title: str
     unit: str
     fields: tuple[str, ...]
-    log: bool = True
+    is_logarithmic: bool = True
 
     def has_values(self, rows: Sequence[Row]) -> bool:
         """Return True if a row has a value to draw."""
@@ -349,8 +361,11 @@ class Speed(Experiment):
         RESULT_FIELDS_BY_NAME: fields of a sample that `fill_sample` fills with values by name.
     """
 
-    CASE = ("length",)
-    GROWS = ("lengths", "cab")  # ``cab`` may grow, because identity contains cab_config
+    CASE_FIELDS = ("length",)
+    EXTENSIBLE_SETTINGS = (
+        "lengths",
+        "cab",
+    )  # ``cab`` may grow, because identity contains cab_config
     COPIED_SETTINGS: ClassVar[tuple[str, ...]]
     GROUP_FIELDS: ClassVar[Mapping[str, str]] = {}
     PANEL_HEADINGS: ClassVar[Sequence[str]] = ()
@@ -368,24 +383,31 @@ class Speed(Experiment):
     def bench(self) -> Bench:
         """The timer for calls on the device of the settings."""
         settings = self.settings
-        return bench_on(
+        return make_bench(
             settings.device,
             seconds=getattr(settings, "seconds", None),
             limit_gib=getattr(settings, "gpu_gib", 0.0),
         )
 
-    def check(self) -> None:
+    def check_settings(self) -> None:
         computing_device(self.settings.device)
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded_settings(self) -> dict[str, Any]:
         settings = self.settings
-        fields = {"cab_config": settings.cab_config.to_dict(), "method": settings.method}
-        return {**super().recorded(), **fields}
+        speed_fields = {"cab_config": settings.cab_config.to_dict(), "method": settings.method}
+        return {**super().recorded_settings(), **speed_fields}
 
     def provenance(self, started: str) -> dict[str, Any]:
-        baseline_by_name = dense.baselines_on(self.settings.device)
-        version_by_kernel = {name: kernel.version() for name, kernel in baseline_by_name.items()}
-        baselines = {name: version for name, version in version_by_kernel.items() if version}
+        baseline_by_name = dense.get_baselines(self.settings.device)
+        version_by_kernel = {
+            baseline_name: baseline.get_version()
+            for baseline_name, baseline in baseline_by_name.items()
+        }
+        baselines = {
+            baseline_name: version
+            for baseline_name, version in version_by_kernel.items()
+            if version
+        }
         return {**super().provenance(started), "baselines": baselines}
 
     def identity(self) -> dict[str, Any]:
@@ -393,9 +415,9 @@ class Speed(Experiment):
         return {**super().identity(), **{name: record[name] for name in IDENTITY_FIELDS}}
 
     def cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
-        return self.settings.requested_cases()
+        return self.settings.list_requested_cases()
 
-    def expected(self) -> int | None:
+    def num_expected_cases(self) -> int | None:
         is_search = getattr(self.settings, "longest", False)
         return None if is_search else sum(1 for _ in self.cases(()))
 
@@ -411,7 +433,7 @@ class Speed(Experiment):
         try:
             self.fill_sample(sample)
         except Exception as error:
-            sample |= self.error_fields(error)
+            sample |= self.make_error_fields(error)
         self.bench.free_memory()
         return sample
 
@@ -439,28 +461,28 @@ class Speed(Experiment):
             max_length = max((row["length"] for row in table_rows), default=0)
             longest_rows = [row for row in table_rows if row["length"] == max_length]
             if len(longest_rows) < len(table_rows):
-                tables["At the longest length"] = cls.table(longest_rows)
-        tables["All cases"] = cls.table(table_rows)
+                tables["At the longest length"] = cls.make_table(longest_rows)
+        tables["All cases"] = cls.make_table(table_rows)
         if any(row.get("baselines") for row in rows):
             dense_fields = (*cls.DENSE_FIELDS, "length")
             # rows of a group have the same baselines
-            first_rows = [group[0] for group in grouped(rows, dense_fields)]
+            first_rows = [group[0] for group in group_rows(rows, dense_fields)]
             dense_rows = [
                 {name: row[name] for name in dense_fields} | row["baselines"] for row in first_rows
             ]
             constant_fields = [
-                name for name in cls.ADDED if len({row.get(name) for row in rows}) == 1
+                name for name in cls.ADDED_DEFAULTS if len({row.get(name) for row in rows}) == 1
             ]
-            tables["Dense attention, ms"] = table(dense_rows, constant_fields)
-        return tables | cls.remarks(rows)
+            tables["Dense attention, ms"] = format_table(dense_rows, constant_fields)
+        return tables | cls.make_remarks_table(rows)
 
     @classmethod
-    def table(cls, rows: Sequence[Row]) -> str:
+    def make_table(cls, rows: Sequence[Row]) -> str:
         """Return a Markdown table of rows.
 
-        The fields `REMARKS` and settings with equal values in all rows have no columns.
+        The fields `REMARK_FIELDS` and settings with equal values in all rows have no columns.
         """
-        setting_names = ("op", *cls.COPIED_SETTINGS, *cls.ADDED)
+        setting_names = ("op", *cls.COPIED_SETTINGS, *cls.ADDED_DEFAULTS)
         constant_fields = [
             name
             for name in setting_names
@@ -471,11 +493,11 @@ class Speed(Experiment):
             dict.fromkeys(("length", *cls.GROUP_FIELDS.values(), *rows[0])) if rows else ()
         )
         ordered_rows = [{name: row[name] for name in field_names if name in row} for row in rows]
-        return table(ordered_rows, (*constant_fields, *REMARKS, *cls.HIDDEN_FIELDS))
+        return format_table(ordered_rows, (*constant_fields, *REMARK_FIELDS, *cls.HIDDEN_FIELDS))
 
     @classmethod
-    def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Return the tables of the function `remarks`.
+    def make_remarks_table(cls, rows: Sequence[Row]) -> dict[str, str]:
+        """Return the tables of the function `format_remarks`.
 
         The fields of `GROUP_FIELDS` have a column if their values differ among the rows.
         """
@@ -484,14 +506,14 @@ class Speed(Experiment):
             for heading, name in cls.GROUP_FIELDS.items()
             if not cls.DENSE_FIELDS or name in cls.DENSE_FIELDS
         }
-        columns = varying_columns(rows, columns)
+        columns = select_varying_columns(rows, columns)
         rows_with_dashes = [
             {**row, **{name: "–" for name in columns.values() if row[name] is None}} for row in rows
         ]
-        return remarks(rows_with_dashes, columns)
+        return format_remarks(rows_with_dashes, columns)
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(rows: Sequence[Row]) -> list[str]:
         """Return sentences about the rows; none by default."""
         return []
 
@@ -501,19 +523,19 @@ class Speed(Experiment):
         return "\n\n".join([cls.describe_run(settings), *notes])
 
     @classmethod
-    def rows_to_draw(cls, rows: Sequence[Row]) -> list[Row]:
+    def list_rows_to_draw(cls, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of `display_rows`, and a row per dense kernel and length."""
         dense_fields, drawn_rows = (*cls.DENSE_FIELDS, "length"), list(cls.display_rows(rows))
-        for first_row, *_ in grouped(rows, dense_fields) if cls.DENSE_VALUE_FIELDS else ():
-            fields = dict.fromkeys(cls.GROUP_FIELDS.values()) | {
+        for first_row, *_ in group_rows(rows, dense_fields) if cls.DENSE_VALUE_FIELDS else ():
+            group_values = dict.fromkeys(cls.GROUP_FIELDS.values()) | {
                 field: first_row[field] for field in dense_fields
             }
-            for kernel in first_row.get("baselines") or ():
-                values = {
-                    field: first_row[value_field].get(kernel)
+            for kernel_name in first_row.get("baselines") or ():
+                kernel_values = {
+                    field: first_row[value_field].get(kernel_name)
                     for field, value_field in cls.DENSE_VALUE_FIELDS.items()
                 }
-                drawn_rows.append({**fields, "way": kernel, **values})
+                drawn_rows.append({**group_values, "way": kernel_name, **kernel_values})
         return drawn_rows
 
     @classmethod
@@ -526,28 +548,31 @@ class Speed(Experiment):
             with charts.figure(path, 1, 1, figsize=(5.5, 4.6)) as axes:
                 axes[0, 0].set_title("no case was measured")
             return
-        drawn_rows = cls.rows_to_draw(rows)
+        drawn_rows = cls.list_rows_to_draw(rows)
         panels = [panel for panel in cls.PANELS if panel.has_values(drawn_rows)]
         # compare rows, not lines: lines of dense kernels have None in fields such as blocks, which
         # must not count as another value
-        panel_fields = varying_columns(
+        panel_fields = select_varying_columns(
             rows, {heading: cls.GROUP_FIELDS[heading] for heading in cls.PANEL_HEADINGS}
         )
         line_fields = {
-            heading: name
-            for heading, name in varying_columns(drawn_rows, cls.GROUP_FIELDS).items()
+            heading: field_name
+            for heading, field_name in select_varying_columns(drawn_rows, cls.GROUP_FIELDS).items()
             if heading not in cls.PANEL_HEADINGS
         }
-        groups, num_panels = grouped(rows, panel_fields.values()), max(1, len(panels))
-        size = (5.5 * num_panels, 4.6 * len(groups))
-        with charts.figure(path, len(groups), num_panels, figsize=size) as axes:
-            for row_of_axes, group in zip(axes, groups, strict=True):
-                lengths, group_rows = [row["length"] for row in group], cls.rows_to_draw(group)
+        row_groups, num_panels = group_rows(rows, panel_fields.values()), max(1, len(panels))
+        figure_size = (5.5 * num_panels, 4.6 * len(row_groups))
+        with charts.figure(path, len(row_groups), num_panels, figsize=figure_size) as axes:
+            for row_of_axes, group in zip(axes, row_groups, strict=True):
+                lengths = [row["length"] for row in group]
+                drawn_group_rows = cls.list_rows_to_draw(group)
                 for axis, panel in zip(row_of_axes, panels, strict=False):
-                    axis.set_visible(panel.has_values(group_rows))
-                    cls.draw_lines(axis, panel, group_rows, line_fields)
-                    title = ", ".join([*distinct_values(group[0], panel_fields), panel.title])
-                    charts.format_token_axes(axis, lengths, title, panel.unit, log=panel.log)
+                    axis.set_visible(panel.has_values(drawn_group_rows))
+                    cls.draw_lines(axis, panel, drawn_group_rows, line_fields)
+                    title = ", ".join([*list_distinct_values(group[0], panel_fields), panel.title])
+                    charts.format_token_axes(
+                        axis, lengths, title, panel.unit, log=panel.is_logarithmic
+                    )
 
     @classmethod
     def draw_lines(
@@ -563,22 +588,25 @@ class Speed(Experiment):
             rows: the rows to draw.
             line_fields: heading -> field that distinguishes lines.
         """
-        greys, has_several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
-        for group, field in itertools.product(grouped(rows, line_fields.values()), panel.fields):
+        grey_colours, has_several_fields = itertools.cycle(charts.GREYS), len(panel.fields) > 1
+        for group, field in itertools.product(group_rows(rows, line_fields.values()), panel.fields):
             is_dense = "way" in cls.GROUP_FIELDS and not is_sparse_cab(
                 group[0][cls.GROUP_FIELDS["way"]]
             )
-            if is_dense and has_several:
+            if is_dense and has_several_fields:
                 continue
-            style = {"color": next(greys), "marker": "s"} if is_dense else {}
+            style = {"color": next(grey_colours), "marker": "s"} if is_dense else {}
             label = ", ".join(
-                [*distinct_values(group[0], line_fields), *[format_heading(field)] * has_several]
+                [
+                    *list_distinct_values(group[0], line_fields),
+                    *[format_heading(field)] * has_several_fields,
+                ]
             )
             charts.draw_line(
                 axis, group, lambda row, field=field: row.get(field), label=label or None, **style
             )
 
-    def time(self, sample: dict[str, Any], call_name: str, call: Callable[[], Any]) -> Timing:
+    def time_call(self, sample: dict[str, Any], call_name: str, call: Callable[[], Any]) -> Timing:
         """Return the time of ``call``. If no CUDA graph was timed, note the reason in ``sample``.
 
         Args:
@@ -591,20 +619,24 @@ class Speed(Experiment):
             sample["without_graph"][call_name] = timing.no_graph_reason
         return timing
 
-    def error_fields(self, error: Exception) -> dict[str, Any]:
+    def make_error_fields(self, error: Exception) -> dict[str, Any]:
         """Return the fields of a sample after an error.
 
         If the op has the field ``fits``, it is False after a lack of memory, or else None.
         """
-        fits = (
+        fits_field = (
             {"fits": False if is_out_of_memory(error) else None}
             if "fits" in self.RESULT_FIELDS
             else {}
         )
-        return {"error": summarise_error(error), **fits}
+        return {"error": summarise_error(error), **fits_field}
 
-    def search(
-        self, fields: Mapping[str, Any], samples: Sequence[Row], step_tokens: int, estimate: int = 0
+    def search_longest(
+        self,
+        searched_fields: Mapping[str, Any],
+        samples: Sequence[Row],
+        step_tokens: int,
+        estimated_length: int = 0,
     ) -> Iterator[dict[str, Any]]:
         """Yield cases until the longest length that fits into memory is known.
 
@@ -612,17 +644,20 @@ class Speed(Experiment):
         another reason than a lack of memory.
 
         Args:
-            fields: the fields of the cases, without the length.
+            searched_fields: the fields of the cases, without the length.
             samples: the samples of all cases. The caller must append the sample of each yielded
                 case before it asks for the next case.
             step_tokens: number of tokens of which lengths are multiples.
-            estimate: estimated length; the first cases are a little shorter and longer. 0: none.
+            estimated_length: estimated length; the first cases are a little shorter and longer. 0:
+                none.
         """
         while True:
-            searched_samples = [row for row in samples if fields.items() <= row.items()]
+            searched_samples = [row for row in samples if searched_fields.items() <= row.items()]
             fits_by_length = {row["length"]: row["fits"] for row in searched_samples}
-            length = next_length(
-                fits_by_length, step_tokens, [int(factor * estimate) for factor in SEARCH_FACTORS]
+            length = choose_next_length(
+                fits_by_length,
+                step_tokens,
+                [int(factor * estimated_length) for factor in SEARCH_FACTORS],
             )
             if (
                 None in fits_by_length.values()
@@ -630,10 +665,10 @@ class Speed(Experiment):
                 or self.bench.available_gib() is None
             ):
                 return
-            yield {**fields, "length": length, "sought": True}
+            yield {**searched_fields, "length": length, "sought": True}
 
 
-def next_length(
+def choose_next_length(
     fits_by_length: Mapping[int, bool | None], step_tokens: int, likely_lengths: Iterable[int] = ()
 ) -> int | None:
     """Return the next length to try in the search for the longest length that fits.
@@ -680,23 +715,26 @@ def describe_longest(rows: Sequence[Row], group_fields: Mapping[str, str]) -> li
         group_fields: heading -> field that distinguishes groups.
     """
     sentences = []
-    for group in grouped(rows, group_fields.values()):
+    for group in group_rows(rows, group_fields.values()):
         fitting_rows = [row for row in group if row["fits"]]
         failing_lengths = [row["length"] for row in group if row["fits"] is False]
         if fitting_rows and failing_lengths and any(row["sought"] for row in group):
             longest_row = max(fitting_rows, key=itemgetter("length"))
-            values = "".join(
+            value_phrases = "".join(
                 f" for {value}"
-                for value in distinct_values(longest_row, varying_columns(rows, group_fields))
+                for value in list_distinct_values(
+                    longest_row, select_varying_columns(rows, group_fields)
+                )
             )
-            estimate = (
+            estimate_phrase = (
                 f"; estimated: {longest_row['estimate']:,}" if longest_row.get("estimate") else ""
             )
             sentences.append(
-                f"{longest_row['length']:,} tokens are the longest that fit{values}: "
-                f"{seconds(longest_row['ms'])} s, {digits(longest_row['peak_gib'])} of "
-                f"{digits(longest_row['room_gib'])} GiB at the peak; {min(failing_lengths):,} "
-                f"tokens do not fit{estimate}."
+                f"{longest_row['length']:,} tokens are the longest that fit{value_phrases}: "
+                f"{format_seconds(longest_row['ms'])} s, "
+                f"{format_digits(longest_row['peak_gib'])} of "
+                f"{format_digits(longest_row['room_gib'])} GiB at the peak; "
+                f"{min(failing_lengths):,} tokens do not fit{estimate_phrase}."
             )
     return sentences
 
@@ -709,11 +747,11 @@ def sort_by_length(
     return [{**sample, **dict.fromkeys(derived_fields)} for sample in ordered_samples]
 
 
-def run_description(inputs: str, settings: Mapping[str, Any]) -> str:
+def format_run_description(inputs_phrase: str, settings: Mapping[str, Any]) -> str:
     """Return a description of inputs, config and timing method for a report.
 
     Args:
-        inputs: description of the inputs.
+        inputs_phrase: description of the inputs.
         settings: the recorded settings.
     """
     recorded_config = settings["cab_config"]
@@ -722,14 +760,14 @@ def run_description(inputs: str, settings: Mapping[str, Any]) -> str:
         get_default_fields(recorded_config),
     )
     config_phrase = f"CabConfig with {changed_fields}" if changed_fields else "default CabConfig"
-    if is_earlier(recorded_config):
+    if is_from_earlier_version(recorded_config):
         config_phrase += " (the earlier default: 8 typical queries on every key)"
     if recorded_config.keys() - default_config.keys():
         config_phrase = "block selection of cab_hf 0.2, with the settings in the command"
-    return f"{inputs}; {config_phrase}.\n\nMethod: {settings['method']}."
+    return f"{inputs_phrase}; {config_phrase}.\n\nMethod: {settings['method']}."
 
 
-def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
+def select_varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
     """Return the items of ``columns`` whose field has different values among the rows.
 
     Args:
@@ -737,14 +775,14 @@ def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str
         columns: heading -> field.
     """
     return {
-        heading: name
-        for heading, name in columns.items()
-        if len({row.get(name) for row in rows}) > 1
+        heading: field_name
+        for heading, field_name in columns.items()
+        if len({row.get(field_name) for row in rows}) > 1
     }
 
 
-def remarks(rows: Sequence[Row], group_fields: Mapping[str, str]) -> dict[str, str]:
-    """Return {"Remarks": Markdown table of the texts in the fields `REMARKS`}; {} without texts.
+def format_remarks(rows: Sequence[Row], group_fields: Mapping[str, str]) -> dict[str, str]:
+    """Return {"Remarks": Markdown table of the texts in `REMARK_FIELDS`}; {} without texts.
 
     Equal texts for several lengths, or for several kernels, share a line.
 
@@ -754,25 +792,35 @@ def remarks(rows: Sequence[Row], group_fields: Mapping[str, str]) -> dict[str, s
     """
     # ((*values of ``group_fields``, kind, reason), name of a kernel or "") -> formatted lengths
     remark_lengths_by_key: dict[tuple, dict[str, None]] = {}
-    for (field, remark_kind), row in itertools.product(REMARKS.items(), rows):
+    for (field, remark_kind), row in itertools.product(REMARK_FIELDS.items(), rows):
         reasons = row.get(field) or {}
-        for name, reason in (reasons if isinstance(reasons, Mapping) else {"": reasons}).items():
+        for kernel_name, reason in (
+            reasons if isinstance(reasons, Mapping) else {"": reasons}
+        ).items():
             remark_key = (*(row[column] for column in group_fields.values()), remark_kind, reason)
-            remark_lengths_by_key.setdefault((remark_key, name), {})[f"{row['length']:,}"] = None
+            remark_lengths_by_key.setdefault((remark_key, kernel_name), {})[
+                f"{row['length']:,}"
+            ] = None
     # (*values of ``group_fields``, kind, reason, joined lengths) -> names of kernels
     kernel_names: dict[tuple, list[str]] = {}
-    for (remark_key, name), remark_lengths in remark_lengths_by_key.items():
-        kernel_names.setdefault((*remark_key, ", ".join(remark_lengths)), []).append(name)
-    headings = (*(HEADINGS.get(x, x) for x in group_fields), "what", "reason", "tokens", "for")
+    for (remark_key, kernel_name), remark_lengths in remark_lengths_by_key.items():
+        kernel_names.setdefault((*remark_key, ", ".join(remark_lengths)), []).append(kernel_name)
+    headings = (
+        *(FIELD_HEADINGS.get(heading, heading) for heading in group_fields),
+        "what",
+        "reason",
+        "tokens",
+        "for",
+    )
     table_rows = [
         dict(zip(headings, (*remark_key, ", ".join(remark_kernels)), strict=True))
         for remark_key, remark_kernels in kernel_names.items()
     ]
-    columns = headings if any(line["for"] for line in table_rows) else headings[:-1]
-    return {"Remarks": markdown_table(table_rows, columns)} if table_rows else {}
+    table_columns = headings if any(table_row["for"] for table_row in table_rows) else headings[:-1]
+    return {"Remarks": markdown_table(table_rows, table_columns)} if table_rows else {}
 
 
-def distinct_values(row: Row, value_fields: Mapping[str, str]) -> list[str]:
+def list_distinct_values(row: Row, value_fields: Mapping[str, str]) -> list[str]:
     """Return the values by which a row differs from others; numbers get a heading: "ranks 2".
 
     Args:
@@ -780,47 +828,54 @@ def distinct_values(row: Row, value_fields: Mapping[str, str]) -> list[str]:
         value_fields: heading -> field; fields with None are left out.
     """
     value_by_heading = {
-        heading: row[name] for heading, name in value_fields.items() if row[name] is not None
+        heading: row[field_name]
+        for heading, field_name in value_fields.items()
+        if row[field_name] is not None
     }
     return [
-        x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in value_by_heading.items()
+        value if isinstance(value, str) else f"{heading} {value:g}"
+        for heading, value in value_by_heading.items()
     ]
 
 
-def format_heading(name: str) -> str:
+def format_heading(field_name: str) -> str:
     """Return the table heading of a field."""
-    return HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
+    return FIELD_HEADINGS.get(field_name, field_name.replace("_", " ").replace("gib", "GiB"))
 
 
-def is_sparse_cab(name: Any) -> bool:
-    """Return True if ``name`` names sparse attention by cab_hf."""
-    return str(name).startswith("cab") and name != CAB_DENSE
+def is_sparse_cab(implementation_name: Any) -> bool:
+    """Return True if ``implementation_name`` names sparse attention by cab_hf."""
+    return str(implementation_name).startswith("cab") and implementation_name != CAB_DENSE
 
 
-def table(rows: Sequence[Row], hidden_fields: Sequence[str] = ()) -> str:
+def format_table(rows: Sequence[Row], hidden_fields: Sequence[str] = ()) -> str:
     """Return a Markdown table with a column for each field whose values are numbers or strings.
 
     Args:
         rows: the rows.
         hidden_fields: fields without a column.
     """
-    field_names = dict.fromkeys(name for row in rows for name in row)
-    columns = {}
-    for name in field_names:
-        value_types = {type(row.get(name)) for row in rows} - {type(None)}
-        if name not in hidden_fields and value_types and value_types <= {int, float, str}:
-            columns[format_heading(name)] = partial(format_field, name)
-    return markdown_table(rows, columns)
+    field_names = dict.fromkeys(field_name for row in rows for field_name in row)
+    formatter_by_heading = {}
+    for field_name in field_names:
+        value_types = {type(row.get(field_name)) for row in rows} - {type(None)}
+        if field_name not in hidden_fields and value_types and value_types <= {int, float, str}:
+            formatter_by_heading[format_heading(field_name)] = partial(format_field, field_name)
+    return markdown_table(rows, formatter_by_heading)
 
 
-def format_field(name: str, row: Row) -> str | None:
-    """Format the field ``name`` of a row for a table."""
-    field_value = row.get(name)
+def format_field(field_name: str, row: Row) -> str | None:
+    """Format the field ``field_name`` of a row for a table."""
+    field_value = row.get(field_name)
     if field_value is None or isinstance(field_value, str):
         return field_value
-    if name in PERCENT_FIELDS:
-        return percent(field_value)
-    if "over_" in name or name == "ceiling":
+    if field_name in PERCENT_FIELDS:
+        return format_percent(field_value)
+    if "over_" in field_name or field_name == "ceiling":
         return format_speed_up(field_value)
-    number_text = f"{field_value:,}" if isinstance(field_value, int) else digits(field_value)
-    return f"≈ {number_text}" if name == "baseline_ms" and row.get("extrapolated") else number_text
+    number_text = f"{field_value:,}" if isinstance(field_value, int) else format_digits(field_value)
+    return (
+        f"≈ {number_text}"
+        if field_name == "baseline_ms" and row.get("extrapolated")
+        else number_text
+    )

@@ -63,9 +63,9 @@ def _attend_in_ring(
     for step in range(num_ranks):
         if step + 1 < num_ranks:
             # the transfer to the next rank overlaps with the computation of this step
-            received, transfers = _start_exchange(kv.detach(), layout.group, 1)
+            received_kv, transfers = _start_exchange(kv.detach(), layout.group, 1)
         keys, values = kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
-        ranges = _ranges_for_rank(layout.ranges, layout.shard_map, (rank - step) % num_ranks)
+        ranges = _make_ranges_for_rank(layout.ranges, layout.shard_map, (rank - step) % num_ranks)
         plan = full_plan(ranges, layout.shard_map.sharding.dense_block_size)
         step_out, step_lse = engine.attention(q, keys, values, plan, scale=scale, return_lse=True)
         # merge in at least float32, so that the output is rounded only once
@@ -77,7 +77,7 @@ def _attend_in_ring(
         if step + 1 < num_ranks:
             for transfer in transfers:
                 wait_for_collective(transfer, layout.group)
-            kv = _RingExchange.apply(kv, received, layout.group)
+            kv = _RingExchange.apply(kv, received_kv, layout.group)
     return out.to(q.dtype), lse.detach()
 
 
@@ -104,20 +104,20 @@ def _merge_attention(
 
 
 @cached_per_ranges
-def _ranges_for_rank(ranges: KeyRanges, shard_map: ShardMap, rank: int) -> KeyRanges:
+def _make_ranges_for_rank(ranges: KeyRanges, shard_map: ShardMap, key_rank: int) -> KeyRanges:
     """Return, for each of this rank's queries, the range of keys of another rank.
 
     Args:
         ranges: ranges of this rank's queries over the tokens of all ranks.
         shard_map: the positions of the tokens of all ranks.
-        rank: the rank whose keys are attended to.
+        key_rank: the rank whose keys are attended to.
     """
     sharding, device = shard_map.sharding, ranges.start.device
-    is_real = sharding.is_real[rank].to(device)
+    is_real = sharding.is_real[key_rank].to(device)
     # even numbers for tokens and odd numbers for padding: padding sorts after the last token of its
     # document and before the next document
     sort_keys = (
-        2 * (shard_map.document_start + sharding.positions[rank].to(device)) + (~is_real).long()
+        2 * (shard_map.document_start + sharding.positions[key_rank].to(device)) + (~is_real).long()
     )
     first_keys = torch.searchsorted(sort_keys, 2 * ranges.start.to(sort_keys.dtype))
     last_keys = torch.searchsorted(sort_keys, 2 * ranges.end.to(sort_keys.dtype), right=True) - 1
@@ -131,24 +131,30 @@ def _ranges_for_rank(ranges: KeyRanges, shard_map: ShardMap, rank: int) -> KeyRa
 
 
 def _start_exchange(
-    sent: Tensor, group: ProcessGroup, rank_offset: int
+    sent_tensor: Tensor, group: ProcessGroup, rank_offset: int
 ) -> tuple[Tensor, list[dist.Work]]:
-    """Start sending ``sent`` to rank + ``rank_offset``, and receiving from rank - ``rank_offset``.
+    """Start sending to rank + ``rank_offset``, and receiving from rank - ``rank_offset``.
 
     Returns:
         The tensor that will contain the received values, and the transfers to wait for.
     """
     rank, num_ranks = group.rank(), group.size()
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
+    sent_tensor = sent_tensor.contiguous()
+    received_tensor = torch.empty_like(sent_tensor)
     with name_lost_rank(group):
-        return received, dist.batch_isend_irecv(
+        return received_tensor, dist.batch_isend_irecv(
             [
                 dist.P2POp(
-                    dist.isend, sent, group=group, group_peer=(rank + rank_offset) % num_ranks
+                    dist.isend,
+                    sent_tensor,
+                    group=group,
+                    group_peer=(rank + rank_offset) % num_ranks,
                 ),
                 dist.P2POp(
-                    dist.irecv, received, group=group, group_peer=(rank - rank_offset) % num_ranks
+                    dist.irecv,
+                    received_tensor,
+                    group=group,
+                    group_peer=(rank - rank_offset) % num_ranks,
                 ),
             ]
         )

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import grouped
+from cab_hf.eval.report import group_rows
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, SDPA
-from cab_hf.eval.speed.runner import CAB_DENSE, Panel, table
+from cab_hf.eval.speed.model import CAB_IMPLEMENTATIONS, SDPA
+from cab_hf.eval.speed.runner import CAB_DENSE, Panel, format_table
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SUMMARY_FIELDS = (
 )
 FLASH_IMPLEMENTATIONS = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 VLLM = "vllm"  # name of vLLM's own attention, and of the engine
-IMPLEMENTATIONS = (SDPA, *FLASH_IMPLEMENTATIONS, CAB_DENSE, *CAB, VLLM)
+IMPLEMENTATIONS = (SDPA, *FLASH_IMPLEMENTATIONS, CAB_DENSE, *CAB_IMPLEMENTATIONS, VLLM)
 WARM_UP_TOKENS = 8  # generated tokens of a warm-up request
 # fields of a manager's config that results record
 BATCHING_FIELDS = (
@@ -68,16 +68,16 @@ class Settings(models.ModelSettings):
     NON_NEGATIVE = (*models.ModelSettings.NON_NEGATIVE, "rate")
     CHOICES = {"implementations": IMPLEMENTATIONS, "engine": ("transformers", VLLM)}
 
-    lengths: tuple[int, ...] | None = runner.list_option(
+    lengths: tuple[int, ...] | None = runner.make_list_option(
         (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
     )
-    requests: tuple[str, ...] | None = runner.list_option(
+    requests: tuple[str, ...] | None = runner.make_list_option(
         ("16", "131072:4"), ("2",), "requests per length, or LENGTH:COUNT for one length"
     )
-    implementations: tuple[str, ...] | None = runner.list_option(
+    implementations: tuple[str, ...] | None = runner.make_list_option(
         # sdpa comes last, because it computes all pairs of a batch with a mask and is the slowest
         (*FLASH_IMPLEMENTATIONS, CAB_DENSE, "cab", SDPA),
-        (SDPA, CAB_DENSE, *CAB),
+        (SDPA, CAB_DENSE, *CAB_IMPLEMENTATIONS),
         "attention implementations",
     )
     engine: str = option("transformers", "serving engine: transformers or vllm")
@@ -98,17 +98,22 @@ class Settings(models.ModelSettings):
         if self.engine == VLLM and self.implementations is None:
             object.__setattr__(self, "implementations", (VLLM, "cab"))
         super().__post_init__()
-        supported_names = (VLLM, *CAB) if self.engine == VLLM else set(IMPLEMENTATIONS) - {VLLM}
+        supported_names = (
+            (VLLM, *CAB_IMPLEMENTATIONS) if self.engine == VLLM else set(IMPLEMENTATIONS) - {VLLM}
+        )
         accepted_values = f"some of {', '.join(supported_names)} with engine {self.engine}"
         self.check(
             "implementations", set(self.implementations) <= set(supported_names), accepted_values
         )
-        are_lengths = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
+        are_known_lengths = self.parse_option_by_length("requests", int).keys() <= {
+            None,
+            *self.lengths,
+        }
         accepted_values = f"for lengths among {', '.join(map(str, self.lengths))}"
-        self.check("requests", are_lengths, accepted_values)
-        request_counts = self.counts.values()
+        self.check("requests", are_known_lengths, accepted_values)
+        request_counts = self.num_requests_by_length.values()
         self.check("requests", min(request_counts) > 0, "numbers from 1 up")
-        densities = {self.density_at(length) for length in self.lengths}
+        densities = {self.get_density_at_length(length) for length in self.lengths}
         self.check(
             "max_density",
             len(densities) == 1,
@@ -117,17 +122,24 @@ class Settings(models.ModelSettings):
         self.check(
             "new_tokens", self.new_tokens > 1, "at least 2, because the first one is not timed"
         )
-        accepted = f"empty with engine {self.engine}: only vLLM quantizes the weights of the trace"
-        self.check("quantization", not self.quantization or self.engine == VLLM, accepted)
+        accepted_quantization = (
+            f"empty with engine {self.engine}: only vLLM quantizes the weights of the trace"
+        )
+        self.check(
+            "quantization", not self.quantization or self.engine == VLLM, accepted_quantization
+        )
         self.check("shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt")
         self.check("blocks", self.blocks is None or self.blocks > 0, "at least 1")
         self.check("memory", 0 < self.memory <= 1, "in (0, 1]")
         self.check("page_size", self.page_size >= 4, "at least 4")
 
     @property
-    def counts(self) -> dict[int, int]:
+    def num_requests_by_length(self) -> dict[int, int]:
         """The number of requests by the length of their prompts."""
-        return {length: self.value_at("requests", length, int, "count") for length in self.lengths}
+        return {
+            length: self.get_value_at_length("requests", length, int, "count")
+            for length in self.lengths
+        }
 
     @property
     def longest(self) -> int:
@@ -136,13 +148,17 @@ class Settings(models.ModelSettings):
 
     @property
     def method(self) -> str:
-        arrivals = f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
-        counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
+        arrivals_phrase = (
+            f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
+        )
+        counts_phrase = ", ".join(
+            f"{count} of {length:,}" for length, count in self.num_requests_by_length.items()
+        )
         return (
-            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrivals} and "
-            f"generate {self.new_tokens} tokens each, after at most {self.warm_up} of every "
-            f"length with {WARM_UP_TOKENS}; the time of a token is that at which the manager has "
-            "it on the host; the peak is all allocated memory"
+            f"requests ({counts_phrase} tokens, the first {self.shared} shared) arrive "
+            f"{arrivals_phrase} and generate {self.new_tokens} tokens each, after at most "
+            f"{self.warm_up} of every length with {WARM_UP_TOKENS}; the time of a token is that at "
+            "which the manager has it on the host; the peak is all allocated memory"
         )
 
 
@@ -157,16 +173,16 @@ class Serve(runner.Speed):
     title = "Continuous batching"
     caption = "latency by tokens of the prompt"
     Settings = Settings
-    CASE = tuple(Settings.CASE_OPTIONS)
-    GROWS = (*Settings.CASE_OPTIONS.values(), "cab")
+    CASE_FIELDS = tuple(Settings.CASE_OPTIONS)
+    EXTENSIBLE_SETTINGS = (*Settings.CASE_OPTIONS.values(), "cab")
 
     COPIED_SETTINGS = ("dtype", "new_tokens", "longest")
     RESULT_FIELDS = ("served", "density", "peak_gib", "cache_gib", "ran_as")
     RESULT_FIELDS_BY_NAME = ("batching",)
     GROUP_FIELDS = {"way": "implementation"}
     PANELS = (
-        Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
-        Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
+        Panel("time to the first token, p99", "s", ("ttft_p99",), is_logarithmic=False),
+        Panel("time per output token, p99", "ms", ("tpot_p99",), is_logarithmic=False),
     )
     NOTES = {"": NOTES}
     describe_run = staticmethod(models.describe_run)
@@ -174,7 +190,7 @@ class Serve(runner.Speed):
     def fill_sample(self, sample: dict[str, Any]) -> None:
         settings, implementation = self.settings, sample["implementation"]
         longest = sample["longest"]
-        request_counts = settings.counts
+        request_counts = settings.num_requests_by_length
         warm_up_counts = {
             length: min(count, settings.warm_up) for length, count in request_counts.items()
         }
@@ -187,7 +203,7 @@ class Serve(runner.Speed):
             requests_per_second=settings.rate,
             num_shared_tokens=settings.shared,
         )
-        config = settings.config_with_density(longest, implementation)
+        config = settings.make_config_with_density(longest, implementation)
         if settings.engine == VLLM:
             from cab_hf.eval.speed import vllm
 
@@ -200,13 +216,13 @@ class Serve(runner.Speed):
                 trace=trace,
             )
             return
-        model, served_requests = models.random_model(settings), []
+        model, served_requests = models.make_random_model(settings), []
         with (
             models.use_attention(model, implementation, config),
-            batching_manager(model, settings, implementation) as manager,
+            make_batching_manager(model, settings, implementation) as manager,
         ):
             serve(manager, warm_up_trace, WARM_UP_TOKENS)
-            models.attention_fields(model, longest, implementation, reset=True)
+            models.read_attention_fields(model, longest, implementation, reset=True)
             _, sample["peak_gib"] = self.bench.time_runs(
                 lambda: served_requests.extend(serve(manager, trace, settings.new_tokens)), 1
             )
@@ -214,11 +230,11 @@ class Serve(runner.Speed):
             sample["batching"] = {
                 field: getattr(batching_config, field) for field in BATCHING_FIELDS
             }
-            sample["cache_gib"] = settings.cache_gib(
+            sample["cache_gib"] = settings.compute_cache_gib(
                 batching_config.num_blocks * batching_config.page_size
             )
             sample |= {
-                **models.attention_fields(model, longest, implementation),
+                **models.read_attention_fields(model, longest, implementation),
                 "served": served_requests,
             }
 
@@ -231,10 +247,12 @@ class Serve(runner.Speed):
         for row in served_rows:
             row |= summarise_requests(row["served"], row["new_tokens"])
         dense_rows = {
-            row["implementation"]: row for row in served_rows if row["implementation"] not in CAB
+            row["implementation"]: row
+            for row in served_rows
+            if row["implementation"] not in CAB_IMPLEMENTATIONS
         }
-        total_s = {name: row["total_s"] for name, row in dense_rows.items()}
-        fastest_dense = dense.choose_baseline(total_s, preferred_names=())
+        total_s_by_implementation = {name: row["total_s"] for name, row in dense_rows.items()}
+        fastest_dense = dense.choose_baseline(total_s_by_implementation, preferred_names=())
         for row in served_rows if fastest_dense else ():
             row["baseline"] = fastest_dense
             for name, field in SPEED_UP_FIELDS.items():
@@ -245,9 +263,9 @@ class Serve(runner.Speed):
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """Return a table over all requests, a table by length, and remarks."""
         return {
-            "All requests": cls.table(rows),
-            "By length": table(summarise_by_length(rows)),
-            **cls.remarks([{**row, "length": row["longest"]} for row in rows]),
+            "All requests": cls.make_table(rows),
+            "By length": format_table(summarise_by_length(rows)),
+            **cls.make_remarks_table([{**row, "length": row["longest"]} for row in rows]),
         }
 
     @classmethod
@@ -263,17 +281,19 @@ def summarise_by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [
         {
             "implementation": row["implementation"],
-            "length": requests[0]["length"],
-            "requests": len(requests),
-            **summarise_requests(requests, row["new_tokens"]),
+            "length": length_requests[0]["length"],
+            "requests": len(length_requests),
+            **summarise_requests(length_requests, row["new_tokens"]),
         }
         for row in rows
-        for requests in grouped(sorted(row["served"] or (), key=itemgetter("length")), ["length"])
+        for length_requests in group_rows(
+            sorted(row["served"] or (), key=itemgetter("length")), ["length"]
+        )
     ]
 
 
 @contextmanager
-def batching_manager(
+def make_batching_manager(
     model: PreTrainedModel, settings: Settings, implementation: str
 ) -> Iterator[ContinuousBatchingManager]:
     """Yield a manager of continuous batching that serves ``model``.
@@ -306,7 +326,7 @@ def batching_manager(
     # without an end-of-text token, all requests generate the same number of tokens
     token_options = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
     workload_hints = WorkloadHints(
-        settings.longest, settings.new_tokens, sum(settings.counts.values())
+        settings.longest, settings.new_tokens, sum(settings.num_requests_by_length.values())
     )
     try:
         with model.continuous_batching_context_manager(
@@ -380,7 +400,8 @@ def serve(
     """
     start_time, num_running = time.perf_counter(), len(trace)
     result_by_name = {
-        str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)
+        str(request_index): {"length": len(request.prompt)}
+        for request_index, request in enumerate(trace)
     }
     waiting_requests, submission_times = deque(zip(result_by_name, trace, strict=True)), {}
     while num_running:
@@ -391,8 +412,8 @@ def serve(
             if s_until_arrival <= 0:
                 waiting_requests.popleft()
                 result_by_name[request_name]["arrived"] = time.perf_counter() - start_time
-                options = {"streaming": True, "record_timestamps": True}
-                manager.add_request(request.prompt, request_name, num_new_tokens, **options)
+                request_options = {"streaming": True, "record_timestamps": True}
+                manager.add_request(request.prompt, request_name, num_new_tokens, **request_options)
                 submission_times[request_name] = time.perf_counter()
                 continue
             timeout_s = min(timeout_s, s_until_arrival)
@@ -417,10 +438,10 @@ def round_times(request_results: Iterable[Mapping[str, Any]]) -> list[dict[str, 
     """Return the results of `serve` with times rounded to microseconds, which shortens the log."""
     return [
         {
-            field: round(field_value, 6) if isinstance(field_value, float) else field_value
-            for field, field_value in request.items()
+            field_name: round(field_value, 6) if isinstance(field_value, float) else field_value
+            for field_name, field_value in request_result.items()
         }
-        for request in request_results
+        for request_result in request_results
     ]
 
 

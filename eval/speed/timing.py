@@ -18,13 +18,13 @@ WARM_UP_CALLS = 3
 WARM_UP_SECONDS = 0.1  # smallest warm-up time, in which an idle GPU reaches its clock rate
 MIN_RUNS = 5
 MAX_RUNS = 100
-SECONDS_A_CASE = 1.5
+MAX_CASE_SECONDS = 1.5
 # parts of error messages by which CUDA's libraries, unlike torch, report missing memory
 OUT_OF_MEMORY_MESSAGES = ("out of memory", "ALLOC_FAILED")
 FLUSHED_BYTES = 256 << 20  # several times the L2 cache of any current GPU
 
 
-def method_on(device: str, seconds: float = SECONDS_A_CASE, has_graph: bool = True) -> str:
+def describe_timing(device: str, seconds: float = MAX_CASE_SECONDS, has_graph: bool = True) -> str:
     """Return a description of how `Bench.time` measures on a device, for reports.
 
     Args:
@@ -75,7 +75,7 @@ class Bench:
 
     Args:
         device: the device.
-        seconds: time limit of a case; at least `MIN_RUNS` runs are timed. None: `SECONDS_A_CASE`.
+        seconds: time limit of a case; at least `MIN_RUNS` runs are timed. None: `MAX_CASE_SECONDS`.
     """
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
@@ -85,7 +85,7 @@ class Bench:
     def free_memory(self) -> None:
         """Release unused GPU memory; does nothing on a CPU."""
 
-    def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
+    def measure_peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
         """Return the result of ``call``, and its peak memory in MiB including the result.
 
         The peak is None on a CPU.
@@ -107,11 +107,11 @@ class Bench:
         for num_calls in itertools.count(1):
             last_start = time.perf_counter()
             call()
-            self._wait()
+            self._wait_for_device()
             end = time.perf_counter()
             if num_calls >= WARM_UP_CALLS and end - first_start >= WARM_UP_SECONDS:
                 break
-        seconds = SECONDS_A_CASE if self.seconds is None else self.seconds
+        seconds = MAX_CASE_SECONDS if self.seconds is None else self.seconds
         return min(MAX_RUNS, max(MIN_RUNS, int(seconds / max(end - last_start, 1e-9))))
 
     def time_runs(
@@ -130,10 +130,10 @@ class Bench:
         run_ms = []
         for _ in range(num_runs):
             before_run()
-            self._wait()
+            self._wait_for_device()
             start = time.perf_counter()
             call()
-            self._wait()
+            self._wait_for_device()
             run_ms.append((time.perf_counter() - start) * 1e3)
         return run_ms, None
 
@@ -141,7 +141,7 @@ class Bench:
         """Return the GiB that torch can allocate, including allocated GiB; None on a CPU."""
         return None
 
-    def _wait(self) -> None:
+    def _wait_for_device(self) -> None:
         """Wait until the device has finished all kernels; does nothing on a CPU."""
 
 
@@ -173,7 +173,7 @@ class GpuBench(Bench):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def peak(self, call: Callable[[], Any]) -> tuple[Any, float]:
+    def measure_peak(self, call: Callable[[], Any]) -> tuple[Any, float]:
         self.free_memory()
         torch.cuda.reset_peak_memory_stats()
         bytes_before = torch.cuda.memory_allocated()
@@ -208,7 +208,7 @@ class GpuBench(Bench):
             self.limit_gib, (free_bytes + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**30
         )
 
-    def _wait(self) -> None:
+    def _wait_for_device(self) -> None:
         torch.cuda.synchronize()
 
     def _time_median(self, call: Callable[[], Any]) -> float:
@@ -230,15 +230,17 @@ class GpuBench(Bench):
             before_run: a function that is called before each run and is not timed.
         """
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
-        for start, end in events:
+        for start_event, end_event in events:
             before_run()
             for _ in range(num_flushes):
                 self._flush()
-            start.record()
+            start_event.record()
             call()
-            end.record()
+            end_event.record()
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events)
+        return statistics.median(
+            start_event.elapsed_time(end_event) for start_event, end_event in events
+        )
 
     def _flush(self) -> None:
         self.flush_buffer.amax()
@@ -258,7 +260,7 @@ class GpuBench(Bench):
         return graph
 
 
-def bench_on(device: str, seconds: float | None = None, limit_gib: float = 0.0) -> Bench:
+def make_bench(device: str, seconds: float | None = None, limit_gib: float = 0.0) -> Bench:
     """Return a `GpuBench` or `Bench` for ``device``; arguments as in these classes."""
     is_cuda = torch.device(device).type == "cuda"
     return GpuBench(device, seconds, limit_gib) if is_cuda else Bench(device, seconds)
@@ -287,5 +289,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in OUT_OF_MEMORY_MESSAGES
+        message_part in str(error) for message_part in OUT_OF_MEMORY_MESSAGES
     )

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, Prompts
-from cab_hf.eval.report import grouped, percent
+from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, MemoryModel
+from cab_hf.eval.report import format_percent, group_rows
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, PLAIN_VARIANT, SDPA, VARIANTS
-from cab_hf.eval.speed.rank_group import Ranked, RankGroup, is_torchrun
+from cab_hf.eval.speed.model import CAB_IMPLEMENTATIONS, PLAIN_VARIANT, SDPA, VARIANTS
+from cab_hf.eval.speed.rank_group import RankedSpeed, RankGroup, is_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, Panel, format_speed_up
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 # largest number of tokens per MLP call if ranks share a prompt: a call on half a million tokens
 # would need tensors of 14 GiB
-MLP_TOKENS = 2**16
+MAX_MLP_TOKENS = 2**16
 # largest number of warm-up tokens, which compile all kernels, if ranks share a prompt
 WARM_UP_TOKENS = 2**17
 # tokens of the warm-up prompt of a search, which compiles all kernels. A search runs each length
@@ -47,14 +47,17 @@ CACHE_NOTE = (
 RANKS_NOTE = (
     "Ranks share one prompt inside cab_hf.context_parallel, and the rank with its last token "
     "computes the logits; the cache stays sharded like the prompt. MLPs compute tiles of "
-    f"{MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are per rank."
+    f"{MAX_MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are per rank."
 )
 SEARCH_NOTE = (
     "Room: all memory that torch can allocate. Rest: the peak minus weights and cache. Estimate: "
     "the longest prompt by the estimate of `python -m cab_hf.eval fits`."
 )
 SPEED_UP_PANEL = Panel(
-    "relative to the fastest dense attention", "times as fast", ("over_best", "ceiling"), log=False
+    "relative to the fastest dense attention",
+    "times as fast",
+    ("over_best", "ceiling"),
+    is_logarithmic=False,
 )
 
 
@@ -67,11 +70,13 @@ class Settings(models.LongestSettings):
     NON_NEGATIVE = (*models.LongestSettings.NON_NEGATIVE, "behind", "chunk")
     CHOICES = {"variants": VARIANTS}
 
-    lengths: tuple[int, ...] | None = runner.power_of_2_lengths(12, 17)
-    implementations: tuple[str, ...] | None = runner.list_option(
-        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "attention implementations"
+    lengths: tuple[int, ...] | None = runner.make_lengths_option(12, 17)
+    implementations: tuple[str, ...] | None = runner.make_list_option(
+        (SDPA, "cuDNN", "FA3", "FA4", *CAB_IMPLEMENTATIONS),
+        (SDPA, "SDPA", *CAB_IMPLEMENTATIONS),
+        "attention implementations",
     )
-    variants: tuple[str, ...] = runner.list_option(
+    variants: tuple[str, ...] = runner.make_list_option(
         (PLAIN_VARIANT,), None, f"implementation of norms, RoPE and MLPs: {', '.join(VARIANTS)}"
     )
     runs: int = option(3, "timed runs per row", int)
@@ -85,19 +90,19 @@ class Settings(models.LongestSettings):
     )
 
     def __post_init__(self) -> None:
-        implementations = self.implementations
+        requested_implementations = self.implementations
         super().__post_init__()
-        self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
+        self._set_option("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         is_supported = not is_torchrun() or self.variants == (PLAIN_VARIANT,)
         self.check("variants", is_supported, f"{PLAIN_VARIANT} if ranks share a prompt")
-        has_variants = not self.experts or self.variants == (PLAIN_VARIANT,)
-        self.check("variants", has_variants, f"{PLAIN_VARIANT} with --experts")
+        supports_variants = not self.experts or self.variants == (PLAIN_VARIANT,)
+        self.check("variants", supports_variants, f"{PLAIN_VARIANT} with --experts")
         # attention implementations that support a sequence sharded over ranks
-        supported_names = (CAB_DENSE, *CAB)
+        supported_names = (CAB_DENSE, *CAB_IMPLEMENTATIONS)
         if not is_torchrun():
-            supported_names = (SDPA, *supported_names, *dense.baselines_on(self.device))
-        elif not implementations:
-            self._set("implementations", supported_names)
+            supported_names = (SDPA, *supported_names, *dense.get_baselines(self.device))
+        elif not requested_implementations:
+            self._set_option("implementations", supported_names)
         self.check_choice("implementations", supported_names)
         query_block = self.cab_config.query_block
         if self.chunk:
@@ -105,7 +110,9 @@ class Settings(models.LongestSettings):
             self.check(
                 "chunk", self.chunk % query_block == 0, f"a multiple of query_block={query_block}"
             )
-            unsupported_names = sorted(set(self.implementations) - {SDPA, CAB_DENSE, *CAB})
+            unsupported_names = sorted(
+                set(self.implementations) - {SDPA, CAB_DENSE, *CAB_IMPLEMENTATIONS}
+            )
             self.check(
                 "chunk",
                 not unsupported_names,
@@ -115,8 +122,10 @@ class Settings(models.LongestSettings):
             self.check(
                 "longest", not is_torchrun() and not self.behind, "off for ranks or a question"
             )
-            has_default = any(":" not in part for part in self.max_density)
-            self.check("max_density", has_default, "one share for all lengths with --longest")
+            has_default_density = any(":" not in density_part for density_part in self.max_density)
+            self.check(
+                "max_density", has_default_density, "one share for all lengths with --longest"
+            )
         if self.behind:
             self.check("behind", not is_torchrun(), "0 if ranks share a prompt")
             accepted_lengths = (
@@ -126,8 +135,8 @@ class Settings(models.LongestSettings):
             self.check("lengths", self.lengths[0] >= query_block, accepted_lengths)
 
     @property
-    def positions(self) -> int:
-        return super().positions + self.behind
+    def max_positions(self) -> int:
+        return super().max_positions + self.behind
 
     @property
     def method(self) -> str:
@@ -149,7 +158,7 @@ class Settings(models.LongestSettings):
         return method_phrase
 
 
-class TimeToFirstToken(Ranked):
+class TimeToFirstToken(RankedSpeed):
     """The experiment that times prefills of a whole model.
 
     A case is one length, one attention, one variant of the model, and one number of ranks.
@@ -160,9 +169,9 @@ class TimeToFirstToken(Ranked):
     title = "Time to the first token"
     caption = "time to the first token by length, and the speed-up of CAB"
     Settings = Settings
-    CASE = (*Settings.CASE_OPTIONS, "world")
-    MEMORY = ("cache_gib", "weights_gib", "rest_gib", "room_gib")
-    ADDED = {
+    CASE_FIELDS = (*Settings.CASE_OPTIONS, "world")
+    MEMORY_FIELDS = ("cache_gib", "weights_gib", "rest_gib", "room_gib")
+    ADDED_DEFAULTS = {
         "world": 1,
         "behind": 0,
         "variant": PLAIN_VARIANT,
@@ -170,14 +179,14 @@ class TimeToFirstToken(Ranked):
         "sought": False,
         "fits": None,
     }
-    ADDED |= {"tokens_s": None, "estimate": 0, **dict.fromkeys(MEMORY)}
-    GROWS = (*Settings.CASE_OPTIONS.values(), "cab", "worlds", "longest", "multiple")
+    ADDED_DEFAULTS |= {"tokens_s": None, "estimate": 0, **dict.fromkeys(MEMORY_FIELDS)}
+    EXTENSIBLE_SETTINGS = (*Settings.CASE_OPTIONS.values(), "cab", "worlds", "longest", "multiple")
     COPIED_SETTINGS = ("dtype", "behind", "chunk")
     RESULT_FIELDS = (
         "ms",
         "tokens_s",
         "peak_gib",
-        *MEMORY,
+        *MEMORY_FIELDS,
         "density",
         "ceiling",
         "tflops",
@@ -196,35 +205,40 @@ class TimeToFirstToken(Ranked):
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
-        for case in settings.requested_cases():
+        for case in settings.list_requested_cases():
             yield {**case, "world": self.ranks.size, "sought": False}
-        for case in settings.requested_cases() if settings.longest else ():
+        for case in settings.list_requested_cases() if settings.longest else ():
             # one search per variant and implementation: the search chooses the lengths
             if case["length"] == settings.lengths[0]:
-                fields = {"variant": case["variant"], "implementation": case["implementation"]}
-                estimate = self.estimated_tokens(case["implementation"])
-                yield from self.search({**fields, "world": 1}, samples, settings.multiple, estimate)
+                search_fields = {
+                    "variant": case["variant"],
+                    "implementation": case["implementation"],
+                }
+                estimated_length = self.estimate_tokens(case["implementation"])
+                yield from self.search_longest(
+                    {**search_fields, "world": 1}, samples, settings.multiple, estimated_length
+                )
 
-    def estimated_tokens(self, implementation: str) -> int:
+    def estimate_tokens(self, implementation: str) -> int:
         """Return the tokens of the longest prompt that fits, estimated by `cab_hf.eval.fits`.
 
         Returns 0 if the memory of the device is unknown.
         """
-        settings, room_gib = self.settings, self.bench.available_gib()
-        if room_gib is None:
+        settings, available_gib = self.settings, self.bench.available_gib()
+        if available_gib is None:
             return 0
-        prompts = replace(prompt_memory(settings), config=settings.cab_config)
-        if implementation not in CAB:
+        memory_model = replace(make_memory_model(settings), config=settings.cab_config)
+        if implementation not in CAB_IMPLEMENTATIONS:
             # dense attention needs no memory for selecting blocks
-            prompts = replace(prompts, heads=frozenset())
-        cache = STATIC if settings.chunk else DYNAMIC
-        return prompts.find_longest(room_gib * GIB, settings.chunk or None, cache)
+            memory_model = replace(memory_model, head_shapes=frozenset())
+        cache_kind = STATIC if settings.chunk else DYNAMIC
+        return memory_model.find_longest(available_gib * GIB, settings.chunk or None, cache_kind)
 
     def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         length, implementation = sample["length"], sample["implementation"]
         num_cached = settings.behind
-        runs = 1 if sample["sought"] else settings.runs
+        num_runs = 1 if sample["sought"] else settings.runs
         if ranks.size > 1:
             ranks.call_on_all_ranks(bench.free_memory)
             # `prepare_sharded_prefill` warms up on a shorter prompt, so the first call is timed
@@ -238,7 +252,7 @@ class TimeToFirstToken(Ranked):
                 warm_up_tokens = WARM_UP_CHUNKS * settings.chunk or SHORT_WARM_UP_TOKENS
                 warm_up_prefill(settings, min(length, warm_up_tokens), implementation, variant)
                 warm_up_seconds = 0.0
-            sample |= self.memory_fields(length, implementation, variant)
+            sample |= self.read_memory_fields(length, implementation, variant)
             prefill = models.prepare_prefill(
                 settings,
                 length,
@@ -247,12 +261,12 @@ class TimeToFirstToken(Ranked):
                 num_cached=num_cached,
                 variant=variant,
             )
-        with prefill as (run_prefill, attention_fields, crop_cache):
+        with prefill as (run_prefill, read_attention_fields, crop_cache):
             ms, peak_gib, *_ = ranks.time_slowest(
-                bench, run_prefill, runs, warm_up_seconds=warm_up_seconds, before_run=crop_cache
+                bench, run_prefill, num_runs, warm_up_seconds=warm_up_seconds, before_run=crop_cache
             )
-            sample |= attention_fields()
-        sparse_flops = settings.flops(length, sample["density"], num_cached)
+            sample |= read_attention_fields()
+        sparse_flops = settings.count_flops(length, sample["density"], num_cached)
         if peak_gib is not None and sample["cache_gib"] is not None:
             sample["rest_gib"] = peak_gib - sample["weights_gib"] - sample["cache_gib"]
         sample |= {
@@ -260,24 +274,25 @@ class TimeToFirstToken(Ranked):
             "tokens_s": length / ms * 1e3,
             "fits": True,
             "peak_gib": peak_gib,
-            "ceiling": settings.flops(length, 1.0, num_cached) / sparse_flops,
+            "ceiling": settings.count_flops(length, 1.0, num_cached) / sparse_flops,
             "tflops": sparse_flops / ms / 1e9 / ranks.size,
         }
 
-    def memory_fields(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
+    def read_memory_fields(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
         """Return the fields of a result record on memory.
 
-        ``cache_gib``, ``weights_gib``: GiB of the KV cache and of the weights. ``room_gib``: GiB
+        ``compute_cache_gib``, ``weights_gib``: GiB of the KV cache and of the weights.
+            ``room_gib``: GiB
         that torch can allocate. ``estimate``: result of
-        `estimated_tokens`; 0 without --longest.
+        `estimate_tokens`; 0 without --longest.
         """
         settings = self.settings
         # load the model before asking for free memory
-        model = models.random_model(settings, variant)
+        model = models.make_random_model(settings, variant)
         weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        estimated_tokens = self.estimated_tokens(implementation) if settings.longest else 0
+        estimated_tokens = self.estimate_tokens(implementation) if settings.longest else 0
         return {
-            "cache_gib": settings.cache_gib(length + settings.behind),
+            "cache_gib": settings.compute_cache_gib(length + settings.behind),
             "weights_gib": weights_bytes / 2**30,
             "room_gib": self.bench.available_gib(),
             "estimate": estimated_tokens,
@@ -285,10 +300,12 @@ class TimeToFirstToken(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [row for group in grouped(samples, ["variant"]) for row in add_dense_ratios(group)]
+        return [
+            row for group in group_rows(samples, ["variant"]) for row in add_dense_ratios(group)
+        ]
 
     @classmethod
-    def readings(cls, rows: Sequence[Row]) -> list[str]:
+    def summary_sentences(cls, rows: Sequence[Row]) -> list[str]:
         return [*describe_speed_ups(rows), *runner.describe_longest(rows, cls.GROUP_FIELDS)]
 
 
@@ -302,17 +319,17 @@ def describe_speed_ups(rows: Sequence[Row]) -> list[str]:
     """
     sentences = []
     cab_rows = [
-        {**row, "where": row_conditions(row)}
+        {**row, "where": describe_row_conditions(row)}
         for row in rows
-        if row["ratio"] is not None and row["implementation"] in CAB
+        if row["ratio"] is not None and row["implementation"] in CAB_IMPLEMENTATIONS
     ]
-    for group in grouped(cab_rows, ["where", "implementation"]):
+    for group in group_rows(cab_rows, ["where", "implementation"]):
         longest_row = group[-1]
         sentences.append(
             f"At {longest_row['length']:,} tokens{longest_row['where']} "
             f"{longest_row['implementation']} is {format_speed_up(longest_row['over_best'])} as "
             f"fast as {longest_row['baseline']}, the fastest dense attention. Attending"
-            f" {percent(longest_row['density'])} of the pairs can make it at "
+            f" {format_percent(longest_row['density'])} of the pairs can make it at "
             f"most {format_speed_up(longest_row['ceiling'])} as fast. It is faster "
             f"{dense.describe_break_even(group)}."
         )
@@ -320,9 +337,9 @@ def describe_speed_ups(rows: Sequence[Row]) -> list[str]:
 
 
 @lru_cache
-def prompt_memory(settings: Settings) -> Prompts:
+def make_memory_model(settings: Settings) -> MemoryModel:
     """Return the memory model of prompts, from which the longest prompt is estimated."""
-    return Prompts.of(models.model_config(settings))
+    return MemoryModel.from_config(models.make_model_config(settings))
 
 
 # lru_cache skips repeated calls, because compiled kernels stay in the process
@@ -331,8 +348,8 @@ def warm_up_prefill(settings: Settings, length: int, implementation: str, varian
     """Run the model on a prompt of ``length`` tokens, so that all kernels are compiled."""
     with models.prepare_prefill(
         settings, length, implementation, chunk_tokens=settings.chunk, variant=variant
-    ) as (call, *_):
-        call()
+    ) as (run_prefill, *_):
+        run_prefill()
 
 
 def add_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
@@ -344,11 +361,11 @@ def add_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """
     derived_fields = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
     rows = runner.sort_by_length(samples, derived_fields)
-    for group in grouped(rows, ["length", "world"]):
+    for group in group_rows(rows, ["length", "world"]):
         dense_ms = {
             row["implementation"]: row["ms"]
             for row in group
-            if row["ms"] and row["implementation"] not in CAB
+            if row["ms"] and row["implementation"] not in CAB_IMPLEMENTATIONS
         }
         fastest_dense = dense.choose_baseline(dense_ms, preferred_names=())
         for row in group:
@@ -373,27 +390,29 @@ def prepare_sharded_prefill(
     from cab_hf.finetune.parallel import get_block_tokens
     from cab_hf.finetune.tiles import compute_in_tiles
 
-    model, prompt = models.random_model(settings), models.random_tokens(settings, length)
+    model, prompt = models.make_random_model(settings), models.draw_random_tokens(settings, length)
     with models.use_attention(
-        model, implementation, settings.config_with_density(length, implementation)
+        model, implementation, settings.make_config_with_density(length, implementation)
     ):
         block_tokens = get_block_tokens(model)
 
-        def attention_fields() -> dict[str, Any]:
-            density = models.attention_fields(model, length, implementation)["density"]
-            return {"density": ranks.mean(density, ranks.pairs(length, block_tokens))}
+        def read_attention_fields() -> dict[str, Any]:
+            density = models.read_attention_fields(model, length, implementation)["density"]
+            return {
+                "density": ranks.compute_mean(density, ranks.count_rank_pairs(length, block_tokens))
+            }
 
-        compute_in_tiles(model, MLP_TOKENS)
+        compute_in_tiles(model, MAX_MLP_TOKENS)
         try:
-            with context_parallel(model, ranks.group, block=block_tokens):
+            with context_parallel(model, ranks.process_group, block=block_tokens):
                 ranks.call_on_all_ranks(
                     make_prefill(model, prompt[:, :WARM_UP_TOKENS], ranks, block_tokens)
                 )
                 # do not count the attention of the warm-up prompt
-                models.attention_fields(model, length, implementation, reset=True)
+                models.read_attention_fields(model, length, implementation, reset=True)
                 yield (
                     make_prefill(model, prompt, ranks, block_tokens),
-                    attention_fields,
+                    read_attention_fields,
                     lambda: None,
                 )
         finally:
@@ -417,18 +436,18 @@ def make_prefill(
     """
     from cab_hf.distributed import shard
 
-    own_shard = shard({"input_ids": prompt}, ranks.group, block_tokens)
+    rank_shard = shard({"input_ids": prompt}, ranks.process_group, block_tokens)
     # the first slot with the last position; padding slots after it have the same position
-    last_token_slot = torch.where(own_shard["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
+    last_token_slot = torch.where(rank_shard["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 
     @torch.inference_mode()
     def run_shard() -> Any:
-        return model(**own_shard, use_cache=True, logits_to_keep=last_token_slot)
+        return model(**rank_shard, use_cache=True, logits_to_keep=last_token_slot)
 
     return run_shard
 
 
-def row_conditions(row: Row) -> str:
+def describe_row_conditions(row: Row) -> str:
     """Return a phrase on model variant, cached tokens and ranks of a row, such as " on 2 ranks".
 
     Returns "" if all three have their defaults.

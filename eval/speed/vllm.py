@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from cab_hf.config import CabConfig
 from cab_hf.dispatch import attended_pairs
-from cab_hf.eval.speed.model import CAB, model_config
+from cab_hf.eval.speed.model import CAB_IMPLEMENTATIONS, make_model_config
 from cab_hf.eval.speed.serve import round_times
-from cab_hf.eval.speed.timing import bench_on
+from cab_hf.eval.speed.timing import make_bench
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -51,21 +51,22 @@ def serve_traces(
 
     Args:
         settings: the settings.
-        implementation: one of `CAB`, or vLLM's own attention.
+        implementation: one of `CAB_IMPLEMENTATIONS`, or vLLM's own attention.
         config: the config of CAB.
         warm_up_trace: requests that are served first.
         warm_up_tokens: generated tokens of a warm-up request.
         trace: the measured requests.
 
     Returns:
-        The fields of a result record: ``served`` from `serve`, ``peak_gib``, and `engine_fields`.
+        The fields of a result record: ``served`` from `serve`, ``peak_gib``, and
+        `read_engine_fields`.
     """
     engine, request_results = build_engine(settings, implementation, config), []
     serve(engine, warm_up_trace, warm_up_tokens)
-    _, peak_gib = bench_on(settings.device).time_runs(
+    _, peak_gib = make_bench(settings.device).time_runs(
         lambda: request_results.extend(serve(engine, trace, settings.new_tokens)), 1
     )
-    return {**engine_fields(engine, settings), "served": request_results, "peak_gib": peak_gib}
+    return {**read_engine_fields(engine, settings), "served": request_results, "peak_gib": peak_gib}
 
 
 def build_engine(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
@@ -73,35 +74,37 @@ def build_engine(settings: Settings, implementation: str, config: CabConfig) -> 
 
     Args:
         settings: shape of the model, cache and trace.
-        implementation: one of `CAB`, or vLLM's own attention.
+        implementation: one of `CAB_IMPLEMENTATIONS`, or vLLM's own attention.
         config: the config of CAB.
     """
-    # run the engine in this process, where `serve` and `engine_fields` read its counts
+    # run the engine in this process, where `serve` and `read_engine_fields` read its counts
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     engine_options: dict[str, Any] = {}
-    if implementation in CAB:
+    if implementation in CAB_IMPLEMENTATIONS:
         engine_options["additional_config"] = {"cab": config.to_dict()}
     if settings.device != "cpu":
-        engine_options["attention_backend"] = CAB_BACKEND if implementation in CAB else VLLM_BACKEND
+        engine_options["attention_backend"] = (
+            CAB_BACKEND if implementation in CAB_IMPLEMENTATIONS else VLLM_BACKEND
+        )
         engine_options["gpu_memory_utilization"] = settings.memory
-    max_tokens = settings.longest + settings.new_tokens
-    with TemporaryDirectory() as folder:
-        hf_config = model_config(settings)
-        hf_config.max_position_embeddings = max_tokens
+    max_sequence_tokens = settings.longest + settings.new_tokens
+    with TemporaryDirectory() as model_folder:
+        hf_config = make_model_config(settings)
+        hf_config.max_position_embeddings = max_sequence_tokens
         architecture = "Qwen3MoeForCausalLM" if settings.experts else "LlamaForCausalLM"
         hf_config.architectures = [architecture]
-        hf_config.save_pretrained(folder)
+        hf_config.save_pretrained(model_folder)
         return LLM(
-            folder,
+            model_folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype=settings.dtype,
             seed=settings.seed,
-            max_model_len=max_tokens,
+            max_model_len=max_sequence_tokens,
             max_num_batched_tokens=settings.batch_tokens,
-            max_num_seqs=sum(settings.counts.values()),
+            max_num_seqs=sum(settings.num_requests_by_length.values()),
             num_gpu_blocks_override=settings.blocks,
             enable_prefix_caching=settings.shared > 0,
             quantization=settings.quantization or None,
@@ -118,11 +121,11 @@ def serve(engine: LLMEngine, trace: Sequence[Request], num_new_tokens: int) -> l
     from vllm import SamplingParams
 
     scheduler, preempted_ids = engine.engine_core.engine_core.scheduler, set()
-    preempt = scheduler._preempt_request
+    original_preempt = scheduler._preempt_request
 
     def record_and_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
         preempted_ids.add(request.request_id)
-        return preempt(request, *args, **kwargs)
+        return original_preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = record_and_preempt
     sampling_params = SamplingParams(
@@ -131,7 +134,8 @@ def serve(engine: LLMEngine, trace: Sequence[Request], num_new_tokens: int) -> l
     attended_pairs.clear()
     start_time = time.perf_counter()
     result_by_name = {
-        str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)
+        str(request_index): {"length": len(request.prompt)}
+        for request_index, request in enumerate(trace)
     }
     waiting_requests = deque(zip(result_by_name, trace, strict=True))
     while waiting_requests or engine.has_unfinished_requests():
@@ -150,7 +154,7 @@ def serve(engine: LLMEngine, trace: Sequence[Request], num_new_tokens: int) -> l
             )
             request_result.setdefault("first", now_s)
             request_result["last"] = now_s
-    scheduler._preempt_request = preempt
+    scheduler._preempt_request = original_preempt
     for request_name, request_result in result_by_name.items():
         # vLLM appends a suffix to the id of a request
         request_result["preempted"] = any(
@@ -159,7 +163,7 @@ def serve(engine: LLMEngine, trace: Sequence[Request], num_new_tokens: int) -> l
     return round_times(result_by_name.values())
 
 
-def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
+def read_engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
     """Return the fields of a result record that describe the engine and its last trace.
 
     The fields are the batching settings, the size of the KV cache, and the density of the trace.
@@ -170,8 +174,8 @@ def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
     """
     from vllm import __version__
 
-    config = engine.vllm_config
-    cache_config, scheduler_config = config.cache_config, config.scheduler_config
+    vllm_config = engine.vllm_config
+    cache_config, scheduler_config = vllm_config.cache_config, vllm_config.scheduler_config
     num_pages = cache_config.num_gpu_blocks
     # (attended pairs, causal pairs) of each sparse layer
     density = (
@@ -187,9 +191,9 @@ def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
             "max_num_seqs": scheduler_config.max_num_seqs,
             "async_scheduling": scheduler_config.async_scheduling,
             "enable_prefix_caching": cache_config.enable_prefix_caching,
-            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "cudagraph_mode": str(vllm_config.compilation_config.cudagraph_mode),
         },
-        "cache_gib": settings.cache_gib(num_pages * cache_config.block_size),
+        "cache_gib": settings.compute_cache_gib(num_pages * cache_config.block_size),
         "density": density,
         "ran_as": f"vLLM {__version__}, {len(attended_pairs)} layers sparse",
     }

@@ -17,7 +17,7 @@ from typing import Any
 from cab_hf.data.documents import make_recall_document
 from cab_hf.data.needles import NOISE_SENTENCES, leading_tokens, split_sentences
 from cab_hf.data.tasks import TASKS
-from cab_hf.eval.haystack import Haystack, answered
+from cab_hf.eval.haystack import Haystack, is_right_answer
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]
@@ -30,7 +30,7 @@ def passkey_documents(
     keys: int = 1,
     haystack: str | None = None,
     seed: int = 0,
-    **others: Any,
+    **tokenizer_options: Any,
 ) -> Documents:
     """Return the prompts of ``cab_hf.eval passkey``, ``samples`` per length.
 
@@ -43,36 +43,35 @@ def passkey_documents(
         haystack: UTF-8 file whose sentences surround the keys; None: the sentences
             `NOISE_SENTENCES`.
         seed: seed of the prompts.
-        others: arguments of `load_tokenizer`.
+        tokenizer_options: arguments of `load_tokenizer`.
     """
-    builder = Haystack(load_tokenizer(**others), "text" if haystack else "noise", keys, haystack)
+    prompt_builder = Haystack(
+        load_tokenizer(**tokenizer_options), "text" if haystack else "noise", keys, haystack
+    )
     documents = []
-    for number, length in product(range(samples), max_seq_lengths):
-        index, depth_index = divmod(number, len(DEPTHS))
+    for prompt_number, length in product(range(samples), max_seq_lengths):
+        index, depth_index = divmod(prompt_number, len(DEPTHS))
         depth = DEPTHS[depth_index]
-        prompt = builder.prompt(length, depth, index, seed)
+        prompt = prompt_builder.make_prompt(length, depth, index, seed)
         document = {"text": prompt.text, "key": prompt.key}
         documents.append({**document, "length": length, "depth": depth, "index": index})
     return documents
 
 
-def _make_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
-    """Return a function that calls ``make``, and returns the documents as a data set for lm_eval.
+def _make_split(make_documents: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
+    """Return a function that calls ``make_documents`` and returns lm_eval's {"test": data set}."""
 
-    The function returns {"test": data set}.
-    """
-
-    def split(**metadata: Any) -> dict[str, Any]:
+    def make_split(**metadata: Any) -> dict[str, Any]:
         import datasets
 
-        return {"test": datasets.Dataset.from_list(make(**metadata))}
+        return {"test": datasets.Dataset.from_list(make_documents(**metadata))}
 
-    return split
+    return make_split
 
 
 def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
     """Return {length: score}: 1.0 if the reply contains the key of the document, or else 0.0."""
-    return {str(document["length"]): float(answered(replies[0], document["key"]))}
+    return {str(document["length"]): float(is_right_answer(replies[0], document["key"]))}
 
 
 def recall_documents(
@@ -82,7 +81,7 @@ def recall_documents(
     documents: int = 4,
     haystack: str | None = None,
     seed: int = 0,
-    **others: Any,
+    **tokenizer_options: Any,
 ) -> Documents:
     """Return a question for each key that a document repeats.
 
@@ -94,36 +93,39 @@ def recall_documents(
     Args:
         keys: number of different keys in each document.
         documents: number of documents per length.
-        max_seq_lengths, haystack, seed, others: as in `passkey_documents`.
+        max_seq_lengths, haystack, seed, tokenizer_options: as in `passkey_documents`.
     """
-    tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
+    tokenizer, sentences = load_tokenizer(**tokenizer_options), _read_sentences(haystack)
     # lm_eval adds the leading special tokens again
-    num_leading = len(leading_tokens(tokenizer))
+    num_leading_tokens = len(leading_tokens(tokenizer))
 
-    def text(tokens: Sequence[int]) -> str:
-        return tokenizer.decode(tokens[num_leading:], clean_up_tokenization_spaces=False)
+    def decode_text(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens[num_leading_tokens:], clean_up_tokenization_spaces=False)
 
-    def questions_of(length: int, index: int) -> Documents:
+    def make_questions(length: int, index: int) -> Documents:
         document = make_recall_document(
             tokenizer=tokenizer,
             sentences=sentences,
             length=length,
-            keys=keys,
+            num_keys=keys,
             index=index,
             seed=seed,
         )
         questions = []
         for start, end in document.answers:
-            before, complete = text(document.tokens[:start]), text(document.tokens[:end])
-            key = complete[len(before) :]
-            questions.append({"text": before, "key": key, "length": length, "index": index})
+            text_before, text_with_key = (
+                decode_text(document.tokens[:start]),
+                decode_text(document.tokens[:end]),
+            )
+            key = text_with_key[len(text_before) :]
+            questions.append({"text": text_before, "key": key, "length": length, "index": index})
         return questions
 
     questions: Documents = []
     for index in range(documents):
-        by_length = [questions_of(length, index) for length in max_seq_lengths]
+        question_lists = [make_questions(length, index) for length in max_seq_lengths]
         for key in range(keys):
-            questions += [questions_of_length[key] for questions_of_length in by_length]
+            questions += [length_questions[key] for length_questions in question_lists]
     return questions
 
 
@@ -140,7 +142,7 @@ def task_documents(
     samples: int = 20,
     haystack: str | None = None,
     seed: int = 0,
-    **others: Any,
+    **tokenizer_options: Any,
 ) -> Documents:
     """Return ``samples`` prompts per length of one of `TASKS`, with the expected answers.
 
@@ -149,17 +151,17 @@ def task_documents(
 
     Args:
         task_name: key of `TASKS`.
-        max_seq_lengths, samples, haystack, seed, others: as in `passkey_documents`.
+        max_seq_lengths, samples, haystack, seed, tokenizer_options: as in `passkey_documents`.
     """
-    tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
+    tokenizer, sentences = load_tokenizer(**tokenizer_options), _read_sentences(haystack)
     # lm_eval adds the leading special tokens again, unless a chat template contains them
-    num_leading = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
+    num_leading_tokens = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
     documents = []
     for index, length in product(range(samples), max_seq_lengths):
         example = TASKS[task_name].make(
             tokenizer=tokenizer, sentences=sentences, length=length, index=index, seed=seed
         )
-        prompt = example.tokens[num_leading : example.prompt]
+        prompt = example.tokens[num_leading_tokens : example.prompt]
         replies = list(example.replies)
         document = {
             "text": tokenizer.decode(prompt, clean_up_tokenization_spaces=False),
@@ -175,10 +177,10 @@ def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
 
     Order, case and blanks do not matter, as in RULER (Hsieh et al. 2024, arXiv 2404.06654).
     """
-    reply, *expected = (
+    reply, *expected_answers = (
         "".join(text.split()).casefold() for text in (replies[0], *document["replies"])
     )
-    return {str(document["length"]): fmean(answer in reply for answer in expected)}
+    return {str(document["length"]): fmean(answer in reply for answer in expected_answers)}
 
 
 def load_tokenizer(
@@ -186,7 +188,7 @@ def load_tokenizer(
     pretrained: str | None = None,
     model: str | None = None,
     trust_remote_code: bool = False,
-    **others: Any,
+    **ignored_options: Any,
 ) -> Any:
     """Load the tokenizer by which the lengths of documents are measured.
 
@@ -204,9 +206,8 @@ def load_tokenizer(
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def _sentences(haystack: str | None) -> Sequence[str]:
-    """Return the sentences of the UTF-8 file ``haystack``; None: the sentences "
-    "`NOISE_SENTENCES`."""
+def _read_sentences(haystack: str | None) -> Sequence[str]:
+    """Return the sentences of the UTF-8 file ``haystack``, or `NOISE_SENTENCES` for None."""
     return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE_SENTENCES
 
 
