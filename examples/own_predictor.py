@@ -40,19 +40,19 @@ class LoudestBlocks(Predictor):
             [block.mean(-1) for block in key_norms.split(self.config.key_block, -1)], -1
         )
 
-    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+    def choose(self, q: Tensor, summary: Tensor, layer_context: LayerContext) -> BlockPlan:
         """Return the plan of one layer: the key blocks that each query block attends to.
 
         Args:
             q: queries, [B, H, N, D].
             summary: the result of `encode_keys`, [B, H_kv, M_k].
-            call: the context of the layer, with the range of visible keys of every query.
+            layer_context: the context of the layer, with the range of visible keys of every query.
         """
         config = self.config
         block_sizes = {"query_block": config.query_block, "key_block": config.key_block}
-        is_visible = block_visibility(call.ranges, **block_sizes)
+        is_visible = block_visibility(layer_context.ranges, **block_sizes)
         # bool [B, 1, M_q, M_k], key blocks that each query block always attends to
-        is_forced = reference.forced_blocks(is_visible, call.ranges, config).unsqueeze(1)
+        is_forced = reference.forced_blocks(is_visible, layer_context.ranges, config).unsqueeze(1)
         is_visible = is_visible.unsqueeze(1)
         # [B, H, M_q, M_k]; the query heads of a group have the same key blocks
         block_scores = summary.repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
@@ -62,7 +62,7 @@ class LoudestBlocks(Predictor):
         is_selected = is_forced | reference.top_blocks(
             block_scores, is_visible & ~is_forced, num_selected
         )
-        return BlockPlan.from_dense(is_selected, call.ranges, **block_sizes)
+        return BlockPlan.from_dense(is_selected, layer_context.ranges, **block_sizes)
 
 
 cab_hf.register_predictor("loudest", LoudestBlocks)

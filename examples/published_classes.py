@@ -42,24 +42,26 @@ def random_qk_with_bridge() -> tuple[Tensor, Tensor]:
     """Return random q and k, [1, H, N, D] each, with the bridge."""
     q, k = torch.randn((2, 1, NUM_HEADS, NUM_TOKENS, HEAD_DIM))
     direction = torch.nn.functional.normalize(torch.randn(HEAD_DIM), dim=0)
-    for x, block in zip((q, k), BRIDGE_BLOCKS, strict=True):
-        x[:, :, block * BLOCK_TOKENS + BLOCK_TOKENS // 2] = BRIDGE_NORM * direction
+    for head_tensor, block_index in zip((q, k), BRIDGE_BLOCKS, strict=True):
+        head_tensor[:, :, block_index * BLOCK_TOKENS + BLOCK_TOKENS // 2] = BRIDGE_NORM * direction
     return q, k
 
 
-def print_density(name: str, is_kept: Tensor) -> None:
+def print_density(predictor_name: str, is_kept: Tensor) -> None:
     """Print the density of the kept blocks, and the number of heads that keep the bridge.
 
+    The module docstring defines the bridge.
+
     Args:
-        name: name of the predictor.
+        predictor_name: name of the predictor.
         is_kept: bool [1, H, M, M], True for each (query block, key block) that the predictor keeps.
     """
     num_causal_blocks = is_kept.shape[-1] * (is_kept.shape[-1] + 1) // 2 * NUM_HEADS
     density = is_kept.sum().item() / num_causal_blocks
     num_heads_with_bridge = is_kept[0, :, BRIDGE_BLOCKS[0], BRIDGE_BLOCKS[1]].sum().item()
     print(
-        f"{name:18} keeps {density:.3f} of the blocks, the bridge in {num_heads_with_bridge} of "
-        f"{NUM_HEADS} heads"
+        f"{predictor_name:18} keeps {density:.3f} of the blocks, the bridge in "
+        f"{num_heads_with_bridge} of {NUM_HEADS} heads"
     )
 
 
@@ -83,8 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     visualize_frc_statistics(curvature, affinity, triangles, path=output_path)
     print(f"the additive curvature is drawn in {output_path}")
     for length in (32_768, 1_048_576):
-        saving = estimate_flops(length, head_dim=128).saving
-        print(f"{length:,} tokens: dense attention has {saving:.1f} times the operations")
+        operations_ratio = estimate_flops(length, head_dim=128).saving
+        print(f"{length:,} tokens: dense attention has {operations_ratio:.1f} times the operations")
 
     layer = CABAttentionLayer(NUM_HEADS * HEAD_DIM, NUM_HEADS, BLOCK_TOKENS, sparsity=0.9)
     hidden_states = torch.randn(1, NUM_TOKENS, NUM_HEADS * HEAD_DIM)

@@ -32,9 +32,9 @@ from cab_hf.experiment.settings import UsageError, convert_errors
 
 NUM_KEPT_CHECKPOINTS = 2  # number of newest checkpoints that are not removed
 # files in a checkpoint: the state that is equal in all processes, and the state of one process
-SHARED_FILE, PROCESS_FILE = "shared.pt", "process-{}.pt"
+SHARED_STATE_FILE, PROCESS_STATE_FILE = "shared.pt", "process-{}.pt"
 ADAPTER_FOLDER = "adapter"  # folder in a checkpoint with the trained adapter
-CHECKPOINT_NAME = re.compile(r"step-\d{8,}")  # name of a complete checkpoint
+CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d{8,}")  # name of a complete checkpoint
 State = dict[str, Any]
 
 
@@ -43,19 +43,22 @@ class Checkpoints:
     """The checkpoints of a run, in one folder that all processes of the run can access."""
 
     folder: Path
-    rank: int  # of this process
+    rank: int  # rank of this process
     num_processes: int  # number of processes
     wait_for_all: Callable[[], None]  # a barrier of all processes
-    result_name: str = (
-        ADAPTER_FOLDER  # name of the folder with the trained weights in each checkpoint
-    )
+    # name of the folder with the trained weights in each checkpoint
+    weights_folder_name: str = ADAPTER_FOLDER
 
     def find_newest(self) -> Path | None:
         """Return the folder of the last complete checkpoint; None if there is none."""
-        return next(reversed(self._find_complete()), None)
+        return next(reversed(self._find_complete_folders()), None)
 
     def save(
-        self, step: int, shared: State, own_state: State, write_result: Callable[[Path], None]
+        self,
+        step: int,
+        shared_state: State,
+        process_state: State,
+        write_weights: Callable[[Path], None],
     ) -> Path:
         """Save the checkpoint of ``step`` and return its folder.
 
@@ -63,9 +66,9 @@ class Checkpoints:
 
         Args:
             step: number of finished optimizer steps.
-            shared: state that is equal in all processes; process 0 saves it.
-            own_state: state of this process.
-            write_result: function that receives the path of a new folder, and writes the trained
+            shared_state: state that is equal in all processes; process 0 saves it.
+            process_state: state of this process.
+            write_weights: function that receives the path of a new folder, and writes the trained
                 weights into this folder. Only process 0 calls the function.
 
         Raises:
@@ -78,13 +81,13 @@ class Checkpoints:
                 self.remove_incomplete()
                 temporary_folder.mkdir(parents=True)
             self.wait_for_all()
-            _save_state(own_state, temporary_folder / PROCESS_FILE.format(self.rank))
+            _save_state(process_state, temporary_folder / PROCESS_STATE_FILE.format(self.rank))
             if self.rank == 0:
-                write_result(temporary_folder / self.result_name)
-                fields = {"step": step, "processes": self.num_processes}
+                write_weights(temporary_folder / self.weights_folder_name)
+                run_fields = {"step": step, "processes": self.num_processes}
                 _save_state(
-                    {**shared, **fields, "adapter": self._hash_weights(temporary_folder)},
-                    temporary_folder / SHARED_FILE,
+                    {**shared_state, **run_fields, "adapter": self._hash_weights(temporary_folder)},
+                    temporary_folder / SHARED_STATE_FILE,
                 )
             self.wait_for_all()
             if self.rank == 0:
@@ -92,8 +95,8 @@ class Checkpoints:
         self.wait_for_all()
         return final_folder
 
-    def load(self, folder: Path) -> tuple[State, State]:
-        """Load the checkpoint in ``folder``; return the ``shared`` and ``own_state`` of `save`.
+    def load(self, checkpoint_folder: Path) -> tuple[State, State]:
+        """Load a checkpoint; return the ``shared_state`` and ``process_state`` of `save`.
 
         Tensors are on the CPU.
 
@@ -101,32 +104,38 @@ class Checkpoints:
             UsageError: a run with another number of processes wrote the checkpoint, or a byte of a
                 file has changed.
         """
-        shared = _load_state(folder / SHARED_FILE)
-        if shared["processes"] != self.num_processes:
+        shared_state = _load_state(checkpoint_folder / SHARED_STATE_FILE)
+        if shared_state["processes"] != self.num_processes:
             raise UsageError(
-                f"{folder.name} was made by {shared['processes']} processes, and this run has "
+                f"{checkpoint_folder.name} was made by {shared_state['processes']} processes, and "
+                "this run has "
                 f"{self.num_processes}. Start as many processes, or give another --out."
             )
-        changed_hashes = shared["adapter"].items() - self._hash_weights(folder).items()
+        changed_hashes = (
+            shared_state["adapter"].items() - self._hash_weights(checkpoint_folder).items()
+        )
         if changed_hashes:
-            name, _ = min(changed_hashes)
+            changed_file, _ = min(changed_hashes)
             raise UsageError(
-                _format_unreadable(
-                    folder, f"{self.result_name}/{name} has changed since it was saved"
+                _format_unreadable_error(
+                    checkpoint_folder,
+                    f"{self.weights_folder_name}/{changed_file} has changed since it was saved",
                 )
             )
-        return shared, _load_state(folder / PROCESS_FILE.format(self.rank))
+        return shared_state, _load_state(checkpoint_folder / PROCESS_STATE_FILE.format(self.rank))
 
-    def _hash_weights(self, folder: Path) -> dict[str, str]:
+    def _hash_weights(self, checkpoint_folder: Path) -> dict[str, str]:
         """Return the SHA-256 of each file of the trained weights in a checkpoint, by path."""
-        weights_folder = folder / self.result_name
-        files = (file for file in weights_folder.rglob("*") if file.is_file())
-        return {str(file.relative_to(weights_folder)): file_sha256(file) for file in files}
+        weights_folder = checkpoint_folder / self.weights_folder_name
+        weight_files = (file for file in weights_folder.rglob("*") if file.is_file())
+        return {str(file.relative_to(weights_folder)): file_sha256(file) for file in weight_files}
 
-    def _find_complete(self) -> list[Path]:
+    def _find_complete_folders(self) -> list[Path]:
         """Return the folders of complete checkpoints, sorted by step."""
         complete_folders = (
-            path for path in self.folder.glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)
+            path
+            for path in self.folder.glob("step-*")
+            if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)
         )
         return sorted(complete_folders, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -144,7 +153,7 @@ class Checkpoints:
             sync_to_disk(path)
         os.rename(temporary_folder, final_folder)
         sync_to_disk(self.folder)
-        for old_folder in self._find_complete()[:-NUM_KEPT_CHECKPOINTS]:
+        for old_folder in self._find_complete_folders()[:-NUM_KEPT_CHECKPOINTS]:
             # a half-removed folder must not look complete
             hidden_folder = old_folder.with_name(f".{old_folder.name}.removed")
             os.rename(old_folder, hidden_folder)
@@ -168,7 +177,7 @@ def _load_state(path: Path) -> State:
     def format_message(error: Exception) -> str:
         # torch's own message suggests weights_only=False, which would run code from the file
         reason = getattr(error, "strerror", None) or "damaged"
-        return _format_unreadable(path.parent, f"{path.name}: {reason}")
+        return _format_unreadable_error(path.parent, f"{path.name}: {reason}")
 
     with convert_errors(format_message):
         # torch writes checksums into the zip file, but torch.load does not verify them
@@ -180,21 +189,22 @@ def _load_state(path: Path) -> State:
     return state
 
 
-def _format_unreadable(folder: Path, reason: str) -> str:
-    """Return the error message for a checkpoint ``folder`` that cannot be read."""
+def _format_unreadable_error(checkpoint_folder: Path, reason: str) -> str:
+    """Return the error message for a checkpoint ``checkpoint_folder`` that cannot be read."""
     return (
-        f"checkpoint {folder.name} cannot be read ({reason}). Remove the folder, and the run "
+        f"checkpoint {checkpoint_folder.name} cannot be read ({reason}). Remove the folder, and "
+        "the run "
         "continues from the checkpoint before it."
     )
 
 
 def sync_to_disk(path: Path) -> None:
     """Sync the content of a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    file_descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(file_descriptor)
     finally:
-        os.close(descriptor)
+        os.close(file_descriptor)
 
 
 @contextmanager
@@ -203,17 +213,19 @@ def catch_sigterm() -> Iterator[Callable[[], bool]]:
 
     SIGTERM has no other effect inside the block.
     """
-    signals = []
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: signals.append(True))
+    received_signals = []
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: received_signals.append(True))
     try:
-        yield lambda: bool(signals)
+        yield lambda: bool(received_signals)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def get_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of ``model`` that require gradients, by name."""
-    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def gather_on_cpu(tensor: Tensor) -> Tensor:
@@ -228,7 +240,9 @@ def gather_on_cpu(tensor: Tensor) -> Tensor:
 
 def copy_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return unsharded CPU copies of the trained parameters, by name."""
-    return {name: gather_on_cpu(each) for name, each in trained_parameters(model).items()}
+    return {
+        name: gather_on_cpu(parameter) for name, parameter in get_trained_parameters(model).items()
+    }
 
 
 def load_parameters(model: nn.Module, saved_parameters: Mapping[str, Tensor]) -> None:
@@ -237,12 +251,12 @@ def load_parameters(model: nn.Module, saved_parameters: Mapping[str, Tensor]) ->
     Raises:
         UsageError: the names of the parameters differ.
     """
-    parameters = trained_parameters(model)
-    different_names = sorted(parameters.keys() ^ saved_parameters.keys())
-    if different_names:
+    parameters = get_trained_parameters(model)
+    different_parameter_names = sorted(parameters.keys() ^ saved_parameters.keys())
+    if different_parameter_names:
         raise UsageError(
-            f"the checkpoint trains other parameters ({different_names[0]} is one of "
-            f"{len(different_names)}). Continue with the settings of the first "
+            f"the checkpoint trains other parameters ({different_parameter_names[0]} is one of "
+            f"{len(different_parameter_names)}). Continue with the settings of the first "
             "run, or give another --out."
         )
     with torch.no_grad():
@@ -253,9 +267,12 @@ def load_parameters(model: nn.Module, saved_parameters: Mapping[str, Tensor]) ->
 def copy_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
     """Return unsharded CPU copies of the optimizer state of each trained parameter, by name."""
     return {
-        name: {key: gather_on_cpu(value) for key, value in optimizer.state[each].items()}
-        for name, each in trained_parameters(model).items()
-        if each in optimizer.state
+        name: {
+            field: gather_on_cpu(state_tensor)
+            for field, state_tensor in optimizer.state[parameter].items()
+        }
+        for name, parameter in get_trained_parameters(model).items()
+        if parameter in optimizer.state
     }
 
 
@@ -264,40 +281,44 @@ def load_optimizer(
 ) -> None:
     """Set the state of the optimizer to the result of `copy_optimizer_state`."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    for name, parameter in trained_parameters(model).items():
+    for name, parameter in get_trained_parameters(model).items():
         if name in saved_states:
             moments = dict(saved_states[name])
             # fused optimizers have the step counter on the device, others on the CPU; no optimizer
             # shards the counter
-            steps = moments.pop("step")
-            state = {key: _shard_like(x, parameter) for key, x in moments.items()}
-            state["step"] = steps.to(parameter.device) if is_fused else steps
-            optimizer.state[parameter] = state
+            step_counter = moments.pop("step")
+            parameter_state = {
+                field: _shard_like(moment, parameter) for field, moment in moments.items()
+            }
+            parameter_state["step"] = (
+                step_counter.to(parameter.device) if is_fused else step_counter
+            )
+            optimizer.state[parameter] = parameter_state
 
 
-def _shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``value`` on the device of ``parameter``, sharded like ``parameter``."""
-    value = value.to(parameter.device)
+def _shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``tensor`` on the device of ``parameter``, sharded like ``parameter``."""
+    tensor = tensor.to(parameter.device)
     if isinstance(parameter, DTensor):
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+    return tensor
 
 
 def get_random_state() -> State:
     """Return the state of every random generator that this process may use."""
-    algorithm, keys, *position = np.random.get_state()
+    algorithm, key_array, *position = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (algorithm, keys.tolist(), *position),
+        "numpy": (algorithm, key_array.tolist(), *position),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
-def load_random_state(state: Mapping[str, Any]) -> None:
+def load_random_state(random_state: Mapping[str, Any]) -> None:
     """Set every random generator to the result of `get_random_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state.get("cuda") is not None:
-        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(random_state["python"])
+    np.random.set_state(random_state["numpy"])
+    torch.set_rng_state(random_state["torch"])
+    if random_state.get("cuda") is not None:
+        torch.cuda.set_rng_state(random_state["cuda"])

@@ -8,14 +8,19 @@ from typing import Any
 
 from cab_hf.experiment.figure import figure
 
-STEP, EVALUATION = "step", "evaluation"  # values of the field "kind" of a log's records
+# values of the field "kind" of a log's records
+STEP_RECORD_KIND = "step"
+EVALUATION_RECORD_KIND = "evaluation"
 # (label, kind of record, field of the record) of each curve: losses in the upper panel, values from
 # 0 to 1 in the lower panel
-LOSS_CURVES = (("training", STEP, "loss"), ("held out", EVALUATION, "held_out_loss"))
+LOSS_CURVES = (
+    ("training", STEP_RECORD_KIND, "loss"),
+    ("held out", EVALUATION_RECORD_KIND, "held_out_loss"),
+)
 SHARE_CURVES = (
-    ("density", STEP, "density"),
-    ("useful MFU", STEP, "mfu"),
-    ("dense-equivalent", STEP, "mfu_dense_equivalent"),
+    ("density", STEP_RECORD_KIND, "density"),
+    ("useful MFU", STEP_RECORD_KIND, "mfu"),
+    ("dense-equivalent", STEP_RECORD_KIND, "mfu_dense_equivalent"),
 )
 
 
@@ -24,36 +29,37 @@ def draw_curve(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         path: file to write.
-        records: records of a training log, of kinds `STEP` and `EVALUATION`.
+        records: records of a training log, of kinds `STEP_RECORD_KIND` and
+            `EVALUATION_RECORD_KIND`.
     """
     passkey_points_by_label: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        for length, share in record.get("passkey", {}).items():
+        for length, key_share in record.get("passkey", {}).items():
             curve_points = passkey_points_by_label.setdefault(
                 f"keys found, {int(length):,} tokens", []
             )
-            curve_points.append((record["step"], share))
+            curve_points.append((record["step"], key_share))
     with figure(path, 2, 1, sharex=True, figsize=(7, 6)) as axes:
         loss_axis, share_axis = axes[:, 0]
-        for axis, curve_fields, points_by_label in (
+        for axis, curves, points_by_label in (
             (loss_axis, LOSS_CURVES, {}),
             (share_axis, SHARE_CURVES, passkey_points_by_label),
         ):
-            for label, record_kind, field in curve_fields:
-                chosen_records = (
+            for label, record_kind, field in curves:
+                curve_records = (
                     record
                     for record in records
                     if record["kind"] == record_kind and record.get(field) is not None
                 )
                 points_by_label[label] = sorted(
-                    (record["step"], record[field]) for record in chosen_records
+                    (record["step"], record[field]) for record in curve_records
                 )
             for label, curve_points in points_by_label.items():
                 if curve_points:
                     steps = [step for step, _ in curve_points]
-                    values = [value for _, value in curve_points]
+                    curve_values = [curve_value for _, curve_value in curve_points]
                     line_style = {"marker": "o"} if len(curve_points) < 30 else {}
-                    axis.plot(steps, values, label=label, markersize=3, **line_style)
+                    axis.plot(steps, curve_values, label=label, markersize=3, **line_style)
             axis.grid(alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(fontsize=8)

@@ -23,11 +23,11 @@ from cab_hf.finetune.sources import (
     TextSource,
 )
 
-HOLD_OUT_EVERY = 100  # by default every 100th document of a source is held out
-PackedSequence = dict[str, Tensor]  # a packed sequence; see `Packed`
+HOLD_OUT_INTERVAL = 100  # by default every 100th document of a source is held out
+PackedSequence = dict[str, Tensor]  # a packed sequence; see `SequencePacker`
 
 
-class Packed:
+class SequencePacker:
     """An endless iterator over the packed sequences of one process.
 
     A sequence is a dict of int64 tensors [length]: ``input_ids``; ``position_ids``, which restart
@@ -46,16 +46,16 @@ class Packed:
 
     Args:
         tokenizer: the tokenizer of the model.
-        sources: pairs of a source and its requested share of the tokens. Synthetic documents insert
-            their keys into text from all text sources, including sources with a share of 0.
-        length: tokens per sequence.
+        source_shares: pairs of a source and its requested share of the tokens. Synthetic documents
+            insert their keys into text from all text sources, including sources with a share of 0.
+        sequence_tokens: tokens per sequence.
         seed: seed of the order of documents, in addition to the seed of each source.
         rank: rank of this process.
         num_processes: number of processes.
-        hold_out: one of ``hold_out`` consecutive documents of a source is reserved for
-            `pack_held_out`; 0 reserves none.
+        hold_out_every: one of ``hold_out_every`` consecutive documents of a source is reserved for
+            `pack_held_out_sequences`; 0 reserves none.
         only_held_out: True to pack the reserved documents instead of all others.
-        vocabulary: number of tokens in the model's vocabulary; None: no limit.
+        vocabulary_size: number of tokens in the model's vocabulary; None: no limit.
 
     Raises:
         UsageError: all sources have a share of 0; or, while reading, a document cannot be used.
@@ -64,32 +64,34 @@ class Packed:
     def __init__(
         self,
         tokenizer: Any,
-        sources: Sequence[tuple[Source, float]],
-        length: int,
+        source_shares: Sequence[tuple[Source, float]],
+        sequence_tokens: int,
         seed: int,
         *,
         rank: int = 0,
         num_processes: int = 1,
-        hold_out: int = HOLD_OUT_EVERY,
+        hold_out_every: int = HOLD_OUT_INTERVAL,
         only_held_out: bool = False,
-        vocabulary: int | None = None,
+        vocabulary_size: int | None = None,
     ) -> None:
-        if not any(share for _, share in sources):
+        if not any(share for _, share in source_shares):
             raise UsageError(
                 "data must contain a source with a share of the tokens above 0, got none. Give a "
                 "source without =0."
             )
-        self.length, self.rank, self.num_processes = length, rank, num_processes
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
+        self.length, self.rank, self.num_processes = sequence_tokens, rank, num_processes
+        self._tokenizer, self._vocabulary_size = tokenizer, vocabulary_size or math.inf
         # any token in the vocabulary can be padding, because padding has no label
         padding_candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self._padding = next(
-            token for token in padding_candidates if token is not None and token < self._vocabulary
+        self._padding_token = next(
+            token
+            for token in padding_candidates
+            if token is not None and token < self._vocabulary_size
         )
-        document_filter = DocumentFilter(hold_out, only_held_out)
-        text_sources = [source for source, _ in sources if isinstance(source, TextSource)]
+        document_filter = DocumentFilter(hold_out_every, only_held_out)
+        text_sources = [source for source, _ in source_shares if isinstance(source, TextSource)]
         self._cursors = []
-        for source_index, (source, share) in enumerate(sources):
+        for source_index, (source, share) in enumerate(source_shares):
             if not share:
                 continue
             # two entries of the same source get different orders
@@ -104,7 +106,7 @@ class Packed:
                     document_filter=document_filter,
                     salt=salt,
                     tokenizer=tokenizer,
-                    length=length,
+                    sequence_tokens=sequence_tokens,
                     text_sources=text_sources,
                 )
             self._cursors.append(SourceCursor(documents, share))
@@ -123,11 +125,12 @@ class Packed:
         self._finish_round()
         for _ in range(self.rank):
             self._pack()
-        sequence = _concatenate(self._pack(), self.length, self._padding)
+        sequence = _concatenate_pieces(self._pack(), self.length, self._padding_token)
         largest_token = int(sequence["input_ids"].max())
-        if largest_token >= self._vocabulary:
+        if largest_token >= self._vocabulary_size:
             raise UsageError(
-                f"data must contain tokens below {self._vocabulary}, the vocabulary of the model, "
+                f"data must contain tokens below {self._vocabulary_size}, the vocabulary of the "
+                "model, "
                 f"got token {largest_token} "
                 f"({self._tokenizer.convert_ids_to_tokens(largest_token)!r}). Give a "
                 "model whose embeddings were resized for its tokenizer, or data without that "
@@ -141,7 +144,10 @@ class Packed:
         In a round, each process gets one sequence, so that the position is equal in all processes.
         """
         self._finish_round()
-        return {"made": self._num_packed, "cursors": [each.state_dict() for each in self._cursors]}
+        return {
+            "made": self._num_packed,
+            "cursors": [cursor.state_dict() for cursor in self._cursors],
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Resume from a result of `state_dict` for the same sources.
@@ -149,8 +155,8 @@ class Packed:
         ``num_processes`` must divide the number of sequences that were packed before.
         """
         self._num_packed = state["made"]
-        for cursor, position in zip(self._cursors, state["cursors"], strict=True):
-            cursor.load_state_dict(position)
+        for cursor, cursor_state in zip(self._cursors, state["cursors"], strict=True):
+            cursor.load_state_dict(cursor_state)
 
     def _finish_round(self) -> None:
         """Pack and drop sequences of other processes until the next one belongs to process 0."""
@@ -159,62 +165,64 @@ class Packed:
 
     def _pack(self) -> list[Document]:
         """Return the documents of the next sequence, without padding."""
-        pieces, num_free = [], self.length
-        while num_free:
+        pieces, num_free_tokens = [], self.length
+        while num_free_tokens:
             cursors_by_deficit = sorted(
                 self._cursors, key=lambda cursor: cursor.num_packed_tokens / cursor.share
             )
-            cursor = next((cursor for cursor in cursors_by_deficit if cursor.fits(num_free)), None)
+            cursor = next(
+                (cursor for cursor in cursors_by_deficit if cursor.can_fit(num_free_tokens)), None
+            )
             if cursor is None:
                 break
-            pieces.append(cursor.take_piece(num_free))
-            num_free -= pieces[-1].size
+            pieces.append(cursor.take_piece(num_free_tokens))
+            num_free_tokens -= pieces[-1].num_tokens
         self._num_packed += 1
         return pieces
 
 
-def prefetch(
-    packed: Packed, num_ahead: int = 2, num_workers: int = 1
+def prefetch_sequences(
+    packer: SequencePacker, num_sequences_ahead: int = 2, num_workers: int = 1
 ) -> Iterator[tuple[PackedSequence, State]]:
-    """Yield pairs of a sequence of ``packed`` and the position after it, from a worker process.
+    """Yield pairs of a sequence and the state of ``packer`` after it, from a worker process.
 
     The worker is a process, because a thread would slow down the thread that launches kernels. Only
     one worker is allowed, because several would read a stream of `datasets` in another order. The
     worker starts when the first sequence is requested. Errors in the worker are raised here.
 
     Args:
-        packed: the sequences.
-        num_ahead: number of sequences that the worker packs ahead.
+        packer: the sequences.
+        num_sequences_ahead: number of sequences that the worker packs ahead.
         num_workers: 1; or 0 to pack in this process.
     """
     # DataLoader draws the seed of the worker from this generator, not from the generator of the run
-    options: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
+    loader_options: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
     if num_workers:
         # fork, because open files cannot be pickled
-        options |= {
+        loader_options |= {
             "num_workers": 1,
-            "prefetch_factor": num_ahead,
+            "prefetch_factor": num_sequences_ahead,
             "multiprocessing_context": "fork",
         }
-    for sequence, position in DataLoader(_WithPositions(packed), **options):
+    for sequence, packer_state in DataLoader(_SequencesWithStates(packer), **loader_options):
         if isinstance(sequence, Exception):
             raise sequence
-        yield sequence, position
+        yield sequence, packer_state
 
 
-class _WithPositions(IterableDataset):
-    """A dataset of pairs: a sequence of ``packed``, and the position after it.
+class _SequencesWithStates(IterableDataset):
+    """A dataset of pairs: a sequence of ``packer``, and the state of ``packer`` after it.
 
-    If ``packed`` raises an error, the last pair is (error, None).
+    If ``packer`` raises an error, the last pair is (error, None).
     """
 
-    def __init__(self, packed: Packed) -> None:
-        self._packed = packed
+    def __init__(self, packer: SequencePacker) -> None:
+        self._packer = packer
 
     def __iter__(self) -> Iterator[tuple[PackedSequence | Exception, State | None]]:
         try:
-            for sequence in self._packed:
-                yield sequence, self._packed.state_dict()
+            for sequence in self._packer:
+                yield sequence, self._packer.state_dict()
         except Exception as error:
             yield error, None
 
@@ -232,37 +240,42 @@ class SourceCursor:
         self.documents, self.share = documents, share
         self.num_packed_tokens = 0
         self._document: Document | None = None  # the current document; None: read the next
-        self._start: State = {}  # position of the source before the current document
+        self._document_state: State = {}  # position of the source before the current document
         self._num_document_tokens = 0  # tokens of the current document that were packed
 
-    def fits(self, num_free: int) -> bool:
-        """Return True if `take_piece` can return a piece of at most ``num_free`` tokens."""
-        return not self.documents.never_cut or self._read_current_document().size <= num_free
+    def can_fit(self, num_free_tokens: int) -> bool:
+        """Return True if `take_piece` can return a piece of at most ``num_free_tokens`` tokens."""
+        return (
+            not self.documents.is_never_cut
+            or self._read_current_document().num_tokens <= num_free_tokens
+        )
 
-    def take_piece(self, num_free: int) -> Document:
-        """Return the next piece, with at most ``num_free`` tokens."""
-        document, start = self._read_current_document(), self._num_document_tokens
-        piece = document.cut(start, min(document.size, start + num_free))
-        self.num_packed_tokens += piece.size
-        self._num_document_tokens += piece.size
+    def take_piece(self, num_free_tokens: int) -> Document:
+        """Return the next piece, with at most ``num_free_tokens`` tokens."""
+        document, start_token = self._read_current_document(), self._num_document_tokens
+        piece = document.cut(start_token, min(document.num_tokens, start_token + num_free_tokens))
+        self.num_packed_tokens += piece.num_tokens
+        self._num_document_tokens += piece.num_tokens
         # drop a last token that remains alone: it was already a label, and has no next token
-        if document.size - self._num_document_tokens < 2:
+        if document.num_tokens - self._num_document_tokens < 2:
             self._document, self._num_document_tokens = None, 0
         return piece
 
     def _read_current_document(self) -> Document:
         """Return the current document, after reading the next document if necessary."""
         if self._document is None:
-            self._start = self.documents.state_dict()
+            self._document_state = self.documents.state_dict()
             self._document = next(self.documents)
         return self._document
 
     def state_dict(self) -> State:
         """Return the position of the next piece as a JSON-able dict."""
-        start = self.documents.state_dict() if self._document is None else self._start
+        document_state = (
+            self.documents.state_dict() if self._document is None else self._document_state
+        )
         return {
             "taken": self.num_packed_tokens,
-            "begun": start,
+            "begun": document_state,
             "done": self._num_document_tokens,
         }
 
@@ -273,62 +286,67 @@ class SourceCursor:
         self._document = None
 
 
-def pack_held_out(
+def pack_held_out_sequences(
     tokenizer: Any,
-    sources: Sequence[tuple[Source, float]],
-    length: int,
+    source_shares: Sequence[tuple[Source, float]],
+    sequence_tokens: int,
     num_sequences: int,
     seed: int = 0,
     *,
-    hold_out: int = HOLD_OUT_EVERY,
-    vocabulary: int | None = None,
+    hold_out_every: int = HOLD_OUT_INTERVAL,
+    vocabulary_size: int | None = None,
 ) -> list[PackedSequence]:
-    """Return the first ``num_sequences`` sequences of the documents that `Packed` reserves.
+    """Return the first ``num_sequences`` sequences of the documents that `SequencePacker` reserves.
 
     The list is shorter if there are too few reserved documents.
 
     Args:
-        tokenizer, sources, length, seed, vocabulary: as in `Packed`.
+        tokenizer, source_shares, sequence_tokens, seed, vocabulary_size: as in `SequencePacker`.
         num_sequences: largest number of sequences.
-        hold_out: as in `Packed`; 1 to use all documents, for sources without training documents.
+        hold_out_every: as in `SequencePacker`; 1 to use all documents, for sources without training
+            documents.
 
     Raises:
-        UsageError: as in `Packed`.
+        UsageError: as in `SequencePacker`.
     """
-    packed = Packed(
+    packer = SequencePacker(
         tokenizer=tokenizer,
-        sources=sources,
-        length=length,
+        source_shares=source_shares,
+        sequence_tokens=sequence_tokens,
         seed=seed,
-        hold_out=hold_out,
+        hold_out_every=hold_out_every,
         only_held_out=True,
-        vocabulary=vocabulary,
+        vocabulary_size=vocabulary_size,
     )
     sequences: list[PackedSequence] = []
-    while len(sequences) < num_sequences and not packed.epoch:
-        sequences.append(next(packed))
+    while len(sequences) < num_sequences and not packer.epoch:
+        sequences.append(next(packer))
     return sequences
 
 
-def _concatenate(pieces: Sequence[Document], length: int, padding: int) -> PackedSequence:
+def _concatenate_pieces(
+    pieces: Sequence[Document], sequence_tokens: int, padding_token: int
+) -> PackedSequence:
     """Concatenate documents to tensors [length]; padding is an additional document at the end.
 
     Args:
         pieces: the documents.
-        length: tokens of the sequence.
-        padding: id of the padding token.
+        sequence_tokens: tokens of the sequence.
+        padding_token: id of the padding token.
     """
-    sizes = [piece.size for piece in pieces]
-    num_padding = length - sum(sizes)
+    piece_sizes = [piece.num_tokens for piece in pieces]
+    num_padding = sequence_tokens - sum(piece_sizes)
     padding_arrays = (
-        np.full(num_padding, padding, np.int32),
+        np.full(num_padding, padding_token, np.int32),
         np.full(num_padding, IGNORED_LABEL, np.int32),
     )
     tokens, labels = zip(*(piece.make_arrays() for piece in pieces), padding_arrays, strict=True)
-    positions = [np.arange(size) for size in (*sizes, num_padding)]
+    positions = [np.arange(piece_size) for piece_size in (*piece_sizes, num_padding)]
     arrays_by_name = {"input_ids": tokens, "position_ids": positions, "labels": labels}
-    joined_arrays = {name: np.concatenate(arrays) for name, arrays in arrays_by_name.items()}
+    joined_arrays = {
+        array_name: np.concatenate(arrays) for array_name, arrays in arrays_by_name.items()
+    }
     return {
-        name: torch.from_numpy(joined_array.astype(np.int64))
-        for name, joined_array in joined_arrays.items()
+        array_name: torch.from_numpy(joined_array.astype(np.int64))
+        for array_name, joined_array in joined_arrays.items()
     }

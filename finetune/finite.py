@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cab_hf.experiment.settings import UsageError
-from cab_hf.finetune.checkpoints import trained_parameters
+from cab_hf.finetune.checkpoints import get_trained_parameters
 from cab_hf.finetune.objective import all_reduce_sums
 
 
@@ -44,10 +44,15 @@ def require_finite_step(
     reasons = []
     if is_not_finite:
         gradients = (
-            (name, x.grad) for name, x in trained_parameters(model).items() if x.grad is not None
+            (name, parameter.grad)
+            for name, parameter in get_trained_parameters(model).items()
+            if parameter.grad is not None
         )
-        for tensor_kind, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
-            name = find_first_not_finite(tensors)
+        for tensor_kind, named_tensors in (
+            ("weight", model.named_parameters()),
+            ("gradient", gradients),
+        ):
+            name = find_first_not_finite_tensor(named_tensors)
             if name is not None:
                 reasons.append(f"a {tensor_kind} that is not finite, the first in {name}")
     reasons = [*gather_object(reasons), f"a loss of {loss} and a gradient norm of {grad_norm}"]
@@ -57,12 +62,12 @@ def require_finite_step(
     )
 
 
-def find_first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+def find_first_not_finite_tensor(named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with NaN or infinity; None if all are finite.
 
-    ``tensors`` yields (name, tensor). Of a DTensor, only the local shard is checked.
+    ``named_tensors`` yields (name, tensor). Of a DTensor, only the local shard is checked.
     """
-    for name, tensor in tensors:
+    for name, tensor in named_tensors:
         local_shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local_shard.is_floating_point() and not torch.isfinite(local_shard).all():
             return name
@@ -70,21 +75,25 @@ def find_first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def require_finite_state(
-    step: int, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Tensor]]
+    step: int,
+    parameters: Mapping[str, Tensor],
+    optimizer_states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Raise a UsageError if parameters or optimizer states to be saved are not finite.
 
     Args:
         step: number of the step.
         parameters: the result of `checkpoints.copy_parameters`.
-        optimizer: the result of `checkpoints.copy_optimizer_state`.
+        optimizer_states: the result of `checkpoints.copy_optimizer_state`.
     """
     optimizer_tensors = (
-        (name, each) for name, state in optimizer.items() for each in state.values()
+        (parameter_name, state_tensor)
+        for parameter_name, parameter_state in optimizer_states.items()
+        for state_tensor in parameter_state.values()
     )
-    name = find_first_not_finite([*parameters.items(), *optimizer_tensors])
-    if name is not None:
+    tensor_name = find_first_not_finite_tensor([*parameters.items(), *optimizer_tensors])
+    if tensor_name is not None:
         raise UsageError(
-            f"step {step} has values that are not finite in {name}. It is not saved. Give a "
+            f"step {step} has values that are not finite in {tensor_name}. It is not saved. Give a "
             "smaller lr or weight_decay, and the run continues from the checkpoint before it."
         )

@@ -19,12 +19,12 @@ from cab_hf.finetune.settings import PROG, read
 __all__ = ["PROG", "main", "read"]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Train with the options in ``words``; return the exit status.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train with the options in ``arguments``; return the exit status.
 
-    ``words`` are the words of a command line; None: the arguments of this process.
+    ``arguments`` are the words of a command line; None: the arguments of this process.
     """
-    settings = read(sys.argv[1:] if words is None else words)
+    settings = read(sys.argv[1:] if arguments is None else arguments)
     # imported here, so that --help and errors of options do not wait for torch and transformers
     from cab_hf.finetune import train
 

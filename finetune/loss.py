@@ -18,7 +18,7 @@ from cab_hf.checks import require
 IGNORED_LABEL = -100  # label of tokens that do not count in the loss
 
 # number of logits in a chunk: 256 MiB in float32, and matrix products large enough for a GPU
-CHUNK_LOGITS = 2**26
+LOGITS_PER_CHUNK = 2**26
 # tokens; chunk sizes are multiples of this number, so that matrix products have complete tiles
 CHUNK_STEP_TOKENS = 128
 
@@ -42,30 +42,32 @@ def linear_cross_entropy(
     Raises:
         ValueError: a label is outside the vocabulary.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        product_dtype = torch.get_autocast_dtype(device_type)
     else:
         # the head may be float32 in a bfloat16 model, or norms may return float32
-        dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    h = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    w, flat_labels = weight.to(dtype), labels.reshape(-1)
+        product_dtype = min(
+            hidden.dtype, weight.dtype, key=lambda product_dtype: product_dtype.itemsize
+        )
+    h = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype)
+    w, flat_labels = weight.to(product_dtype), labels.reshape(-1)
     labelled_indices = (flat_labels != IGNORED_LABEL).nonzero().squeeze(-1)
     if labelled_indices.numel():
         # this check costs one device sync; a label outside the vocabulary would crash CUDA
         smallest_label, largest_label = torch.stack(
             flat_labels[labelled_indices].aminmax()
         ).tolist()
-        worst_label, last_token = (
+        worst_label, largest_token = (
             smallest_label if smallest_label < 0 else largest_label,
             weight.shape[0] - 1,
         )
-        accepted_labels = f"from 0 to {last_token}, or {IGNORED_LABEL} for tokens without a loss"
-        require(0 <= worst_label <= last_token, "labels", worst_label, accepted_labels)
-    default_chunk = (
-        max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP_TOKENS)) * CHUNK_STEP_TOKENS
+        accepted_labels = f"from 0 to {largest_token}, or {IGNORED_LABEL} for tokens without a loss"
+        require(0 <= worst_label <= largest_token, "labels", worst_label, accepted_labels)
+    default_chunk_tokens = (
+        max(1, LOGITS_PER_CHUNK // (weight.shape[0] * CHUNK_STEP_TOKENS)) * CHUNK_STEP_TOKENS
     )
-    chunk_size = chunk_tokens or default_chunk
+    chunk_size = chunk_tokens or default_chunk_tokens
     return _ChunkedCrossEntropy.apply(
         h, w, flat_labels, labelled_indices, chunk_size, torch.is_grad_enabled()
     )
@@ -85,7 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         labelled_indices: Tensor,
         chunk_tokens: int,
-        has_gradients: bool,
+        needs_gradients: bool,
     ) -> Tensor:
         """Return the summed loss over the tokens ``labelled_indices``, a scalar.
 
@@ -96,20 +98,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             labels: int64 [T], labels.
             labelled_indices: int64 [L], indices of tokens with a label.
             chunk_tokens: tokens per chunk.
-            has_gradients: True to compute gradients.
+            needs_gradients: True to compute gradients.
         """
         accumulator_dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
-        needs_dh = has_gradients and ctx.needs_input_grad[0]
-        needs_dw = has_gradients and ctx.needs_input_grad[1]
+        needs_dh = needs_gradients and ctx.needs_input_grad[0]
+        needs_dw = needs_gradients and ctx.needs_input_grad[1]
         dh = torch.zeros_like(h) if needs_dh else None
         dw = torch.zeros_like(w, dtype=accumulator_dtype) if needs_dw else None
         total_loss = torch.zeros((), dtype=accumulator_dtype, device=h.device)
-        for tokens in labelled_indices.split(chunk_tokens) if labelled_indices.numel() else ():
-            h_c = h[tokens]
-            chunk_loss, dlogits = _softmax_and_loss(h_c, w, labels[tokens], accumulator_dtype)
+        for chunk_indices in (
+            labelled_indices.split(chunk_tokens) if labelled_indices.numel() else ()
+        ):
+            h_c = h[chunk_indices]
+            chunk_loss, dlogits = _softmax_and_loss(
+                h_c, w, labels[chunk_indices], accumulator_dtype
+            )
             total_loss += chunk_loss
             if dh is not None:
-                dh[tokens] = dlogits @ w
+                dh[chunk_indices] = dlogits @ w
             if dw is not None:
                 dw += dlogits.T @ h_c
         ctx.save_for_backward(dh, None if dw is None else dw.to(w.dtype))
@@ -118,7 +124,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        dh, dw = [None if x is None else x * dtotal.to(x.dtype) for x in ctx.saved_tensors]
+        dh, dw = [
+            None if gradient is None else gradient * dtotal.to(gradient.dtype)
+            for gradient in ctx.saved_tensors
+        ]
         return dh, dw, None, None, None, None
 
 
@@ -135,7 +144,7 @@ def _softmax_and_loss(
 
     Returns:
         loss: scalar of dtype ``accumulator_dtype``.
-        dlogits: [C, V], the gradient, in the dtype of ``h``.
+        p: [C, V], the gradient with respect to the logits, in the dtype of ``h``.
     """
     # [C, V]; the operations on `logits` are in place to save memory
     logits = (h @ w.T).to(accumulator_dtype)

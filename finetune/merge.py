@@ -24,17 +24,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cab_hf.experiment import models as run_models
 from cab_hf.experiment.log import convert_write_errors, write_atomically
 from cab_hf.experiment.markdown import escape_markdown, format_code
-from cab_hf.experiment.provenance import versions
+from cab_hf.experiment.provenance import package_versions
 from cab_hf.experiment.settings import UsageError, flag, option, read_settings, require
 from cab_hf.finetune import adapters
 
 PROG = "python -m cab_hf.finetune.merge"
 # number of random sequences for which logits are compared, and tokens per sequence
-NUM_SEQUENCES, SEQUENCE_TOKENS = 2, 64
+NUM_PROBE_SEQUENCES, PROBE_SEQUENCE_TOKENS = 2, 64
 # largest allowed difference of a logit, divided by the largest logit. Differences measured with
 # SmolLM2 were a third of the bound in bfloat16 and float16, and 3e-6 in float32
-MAX_RELATIVE_DIFFERENCES = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
-CARD_TEMPLATE = """---
+MAX_RELATIVE_LOGIT_DIFFERENCES = {
+    "bfloat16": 0.13,
+    "float16": 0.015,
+    "float32": 1e-4,
+    "float64": 1e-9,
+}
+MODEL_CARD_TEMPLATE = """---
 {front}
 ---
 
@@ -80,21 +85,23 @@ class MergeSettings:
     def __post_init__(self) -> None:
         require(self, "adapter", self.adapter, "a folder with an adapter")
         require(self, "out", self.out, "a folder to write")
-        accepted = f"one of {', '.join(MAX_RELATIVE_DIFFERENCES)}"
-        require(self, "dtype", self.dtype in ("", *MAX_RELATIVE_DIFFERENCES), accepted)
+        accepted_dtypes = f"one of {', '.join(MAX_RELATIVE_LOGIT_DIFFERENCES)}"
+        require(self, "dtype", self.dtype in ("", *MAX_RELATIVE_LOGIT_DIFFERENCES), accepted_dtypes)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Merge an adapter with the options in ``words``; return the exit status.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Merge an adapter with the options in ``arguments``; return the exit status.
 
-    ``words`` are the words of a command line; None: the arguments of this process.
+    ``arguments`` are the words of a command line; None: the arguments of this process.
     """
-    words, named_words = list(sys.argv[1:] if words is None else words), []
+    arguments, named_arguments = list(sys.argv[1:] if arguments is None else arguments), []
     # ADAPTER and OUT may come first without the names of their options
-    for name in ("--adapter", "--out"):
-        if words and not words[0].startswith("-"):
-            named_words += [name, words.pop(0)]
-    settings = read_settings(MergeSettings, named_words + words, PROG, __doc__.partition("\n")[0])
+    for option_name in ("--adapter", "--out"):
+        if arguments and not arguments[0].startswith("-"):
+            named_arguments += [option_name, arguments.pop(0)]
+    settings = read_settings(
+        MergeSettings, named_arguments + arguments, PROG, __doc__.partition("\n")[0]
+    )
     try:
         max_difference = merge(settings)
     except (UsageError, NotImplementedError) as error:
@@ -111,57 +118,76 @@ def merge(settings: MergeSettings) -> float:
         UsageError: the adapter is missing or belongs to another base, ``settings.out`` exists, or
             the logits of the merged model exceed the bound of `compare_logits`.
     """
-    adapter, out = Path(settings.adapter), Path(settings.out)
-    if out.exists():
+    adapter_folder, out_folder = Path(settings.adapter), Path(settings.out)
+    if out_folder.exists():
         raise UsageError(f"out must be a new folder, got {settings.out!r}, which exists already.")
-    config = adapters.read_adapter_config(adapter)
-    base = settings.base or config.base_model_name_or_path
+    adapter_config = adapters.read_adapter_config(adapter_folder)
+    base = settings.base or adapter_config.base_model_name_or_path
     if not base or not isinstance(base, str):
         raise UsageError(
-            f"base must be given for adapter {adapter.name}, which does not record its base. Give "
+            f"base must be given for adapter {adapter_folder.name}, which does not record its "
+            "base. Give "
             "--base."
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
-    with temporary, warnings.catch_warnings():
+    out_folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary_folder = tempfile.TemporaryDirectory(
+        prefix=f".{out_folder.name}.", dir=out_folder.parent
+    )
+    with temporary_folder, warnings.catch_warnings():
         # the warning does not apply: logits are compared with dense attention on purpose
         warnings.filterwarnings("ignore", message=".* has a cab_config, which nothing uses")
-        folder = Path(temporary.name) / "merged"
-        base_logits = _write_merged(
-            folder, adapter=adapter, base=base, config=config, settings=settings
+        merged_folder = Path(temporary_folder.name) / "merged"
+        base_logits = _write_merged_model(
+            merged_folder,
+            adapter_folder=adapter_folder,
+            base=base,
+            adapter_config=adapter_config,
+            settings=settings,
         )
-        max_difference = compare_logits(folder, base_logits, settings)
-        card_text = format_card(
-            name=out.name, folder=folder, base=base, config=config, max_difference=max_difference
+        max_difference = compare_logits(merged_folder, base_logits, settings)
+        card_text = format_model_card(
+            model_name=out_folder.name,
+            merged_folder=merged_folder,
+            base=base,
+            adapter_config=adapter_config,
+            max_difference=max_difference,
         )
-        write_atomically(folder / "README.md", card_text)
-        os.rename(folder, out)
+        write_atomically(merged_folder / "README.md", card_text)
+        os.rename(merged_folder, out_folder)
     return max_difference
 
 
-def _write_merged(
-    folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings
+def _write_merged_model(
+    merged_folder: Path,
+    adapter_folder: Path,
+    base: str,
+    adapter_config: Any,
+    settings: MergeSettings,
 ) -> Tensor:
-    """Write the merged model to ``folder``; return the logits of the base with the adapter.
+    """Write the merged model to ``merged_folder``; return the logits of the base with the adapter.
 
     Args:
-        folder: folder of the merged model.
-        adapter: folder of the adapter.
+        merged_folder: folder of the merged model.
+        adapter_folder: folder of the adapter.
         base: name or folder of the base model.
-        config: PEFT's config of the adapter.
+        adapter_config: PEFT's config of the adapter.
         settings: options of the command.
 
     Returns:
-        [TEXTS, TOKENS, V], the result of `compute_probe_logits`.
+        The result of `compute_probe_logits`.
     """
-    base_fields, is_code_trusted = adapters.read_base(adapter), settings.trust_remote_code
+    base_fields, is_code_trusted = (
+        adapters.read_base_fields(adapter_folder),
+        settings.trust_remote_code,
+    )
     model_config = run_models.load_config(base, is_code_trusted)
-    with adapters.convert_read_errors(adapter, run_models.BASE_FILE):
+    with adapters.convert_read_errors(adapter_folder, run_models.BASE_MODEL_FILE):
         run_models.restore_config_fields(model_config.get_text_config(), base_fields)
-    dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
-    if dtype not in MAX_RELATIVE_DIFFERENCES:
+    dtype = settings.dtype or _get_dtype_name(model_config.dtype or torch.float32)
+    if dtype not in MAX_RELATIVE_LOGIT_DIFFERENCES:
         raise UsageError(
-            f"base {adapters.display_name(base)!r} must have floating-point weights, got {dtype}. "
+            f"base {adapters.format_model_name(base)!r} must have floating-point weights, got "
+            f"{dtype}. "
             "Give --dtype bfloat16."
         )
     model, tokenizer = run_models.load_model(
@@ -171,12 +197,12 @@ def _write_merged(
     model.name_or_path = base
     # checked after loading, because the files of a model on the hub are then in the cache
     adapters.check_base(
-        adapter=adapter,
+        adapter_folder=adapter_folder,
         base=base,
-        fields=base_fields,
-        recorded_name=config.base_model_name_or_path,
+        base_fields=base_fields,
+        recorded_base_name=adapter_config.base_model_name_or_path,
     )
-    peft_model = attach_adapter(model, adapter, config)
+    peft_model = attach_adapter(model, adapter_folder, adapter_config)
     adapter_logits = compute_probe_logits(peft_model)
     _untie_head(peft_model)
     with warnings.catch_warnings():
@@ -185,18 +211,18 @@ def _write_merged(
         merged_model = peft_model.merge_and_unload()
     merged_model.config.use_cache = True
     with convert_write_errors(settings.out):
-        merged_model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        merged_model.save_pretrained(merged_folder)
+        tokenizer.save_pretrained(merged_folder)
     return adapter_logits
 
 
-def attach_adapter(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
+def attach_adapter(model: PreTrainedModel, adapter_folder: Path, adapter_config: Any) -> Any:
     """Return ``model`` with the weights of an adapter, a PeftModel in eval mode.
 
     Args:
         model: the base model.
-        adapter: folder of the adapter.
-        config: PEFT's config of the adapter.
+        adapter_folder: folder of the adapter.
+        adapter_config: PEFT's config of the adapter.
 
     Raises:
         UsageError: the adapter does not fit the model.
@@ -205,23 +231,23 @@ def attach_adapter(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
 
     # get_peft_model raises a ValueError if modules do not fit, and other errors for bad config
     # values, which PEFT does not check when it reads the config
-    with adapters.convert_read_errors(adapter, run_models.ADAPTER_CONFIG):
+    with adapters.convert_read_errors(adapter_folder, run_models.ADAPTER_CONFIG_FILE):
         try:
-            peft_model = get_peft_model(model, config).eval()
+            peft_model = get_peft_model(model, adapter_config).eval()
         except ValueError as error:
             raise adapters.make_misfit_error(
-                adapter, model, adapters.first_sentence(error)
+                adapter_folder, model, adapters.get_first_sentence(error)
             ) from error
-    adapters.load_weights(peft_model, adapter)
+    adapters.load_weights(peft_model, adapter_folder)
     return peft_model
 
 
 def _untie_head(peft_model: Any) -> None:
     """Give the head its own copy of a weight tied to the embeddings, if either has an adapter."""
     causal_lm = peft_model.get_base_model()
-    modules = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
-    head, embeddings = (getattr(module, "base_layer", module) for module in modules)
-    if (head, embeddings) == modules or head.weight is not embeddings.weight:
+    head_and_embeddings = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
+    head, embeddings = (getattr(module, "base_layer", module) for module in head_and_embeddings)
+    if (head, embeddings) == head_and_embeddings or head.weight is not embeddings.weight:
         return
     head.weight = nn.Parameter(head.weight.detach().clone())
     causal_lm.config.get_text_config().tie_word_embeddings = False
@@ -230,90 +256,106 @@ def _untie_head(peft_model: Any) -> None:
 
 @torch.no_grad()
 def compute_probe_logits(model: nn.Module) -> Tensor:
-    """Return the logits for fixed random tokens, [TEXTS, TOKENS, V], on the CPU."""
-    vocabulary = model.config.get_text_config().vocab_size
+    """Return the logits for fixed random tokens on the CPU.
+
+    The logits are [NUM_PROBE_SEQUENCES, PROBE_SEQUENCE_TOKENS, V].
+    """
+    vocabulary_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (NUM_SEQUENCES, SEQUENCE_TOKENS), generator=generator).to(
-        model.device
-    )
+    tokens = torch.randint(
+        vocabulary_size, (NUM_PROBE_SEQUENCES, PROBE_SEQUENCE_TOKENS), generator=generator
+    ).to(model.device)
     return model(tokens, use_cache=False).logits.cpu()
 
 
-def compare_logits(folder: Path, expected_logits: Tensor, settings: MergeSettings) -> float:
+def compare_logits(merged_folder: Path, expected_logits: Tensor, settings: MergeSettings) -> float:
     """Load a merged model, and return the largest absolute difference of its logits.
 
     Args:
-        folder: folder of the merged model.
-        expected_logits: [TEXTS, TOKENS, V], logits of the base with the adapter.
+        merged_folder: folder of the merged model.
+        expected_logits: the result of `compute_probe_logits` for the base with the adapter.
         settings: options of the command.
 
     Raises:
-        UsageError: the difference is larger than `MAX_RELATIVE_DIFFERENCES` allows, or is NaN.
+        UsageError: the difference is larger than `MAX_RELATIVE_LOGIT_DIFFERENCES` allows, or is
+            NaN.
     """
     merged_model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", trust_remote_code=settings.trust_remote_code
+        merged_folder, dtype="auto", trust_remote_code=settings.trust_remote_code
     )
     logits, dtype = (
         compute_probe_logits(merged_model.to(settings.device).eval()),
-        _name_of_dtype(merged_model.dtype),
+        _get_dtype_name(merged_model.dtype),
     )
     max_difference = (logits.double() - expected_logits.double()).abs().max().item()
-    max_allowed = MAX_RELATIVE_DIFFERENCES[dtype] * expected_logits.double().abs().max().item()
-    if not max_difference <= max_allowed:
+    max_allowed_difference = (
+        MAX_RELATIVE_LOGIT_DIFFERENCES[dtype] * expected_logits.double().abs().max().item()
+    )
+    if not max_difference <= max_allowed_difference:
         raise UsageError(
             f"the merged model has a logit that differs by {max_difference:.2g} from that of "
-            f"base and adapter, more than {max_allowed:.2g}, the rounding of {dtype}. Merge in a "
+            f"base and adapter, more than {max_allowed_difference:.2g}, the rounding of {dtype}. "
+            "Merge in a "
             "wider --dtype."
         )
     return max_difference
 
 
-def _name_of_dtype(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
-def format_card(name: str, folder: Path, base: str, config: Any, max_difference: float) -> str:
+def format_model_card(
+    model_name: str, merged_folder: Path, base: str, adapter_config: Any, max_difference: float
+) -> str:
     """Return the model card of a merged model, with front matter for the hub.
 
     Args:
-        name: name of the merged model.
-        folder: folder of the merged model.
+        model_name: name of the merged model.
+        merged_folder: folder of the merged model.
         base: name or folder of the base model.
-        config: PEFT's config of the adapter.
+        adapter_config: PEFT's config of the adapter.
         max_difference: the result of `compare_logits`.
     """
-    model_config = json.loads((folder / "config.json").read_text("utf-8"))
+    model_config = json.loads((merged_folder / "config.json").read_text("utf-8"))
     model_config = model_config.get("text_config", model_config)
     rope_type = (model_config.get("rope_parameters") or {}).get("rope_type", "default")
     rope_phrase = "" if rope_type == "default" else f", stretched by {rope_type}"
-    targets = config.target_modules or ()
+    targets = adapter_config.target_modules or ()
     if isinstance(targets, str):
         layers_phrase = f"modules whose full name matches {format_code(targets)}"
     else:
-        names = [*targets, *(getattr(config, "target_parameters", None) or ())]
-        layers_phrase = ", ".join(map(escape_markdown, sorted(names)))
+        layer_names = [*targets, *(getattr(adapter_config, "target_parameters", None) or ())]
+        layers_phrase = ", ".join(map(escape_markdown, sorted(layer_names)))
     trained_module_names = {
-        module_name.rpartition(".")[2] for module_name in config.modules_to_save or ()
+        module_name.rpartition(".")[2] for module_name in adapter_config.modules_to_save or ()
     }
     table_rows = {
-        "base": escape_markdown(adapters.display_name(base)),
-        "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
+        "base": escape_markdown(adapters.format_model_name(base)),
+        "adapter": f"LoRA, rank {adapter_config.r}, alpha {adapter_config.lora_alpha:g}",
         "layers": layers_phrase,
         "trained completely": ", ".join(map(escape_markdown, sorted(trained_module_names))),
         "positions": f"{model_config.get('max_position_embeddings')}{rope_phrase}",
         "largest logit difference to base with adapter": f"{max_difference:.2g}",
-        "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
+        "made with": ", ".join(
+            f"{package} {version}" for package, version in package_versions().items()
+        ),
     }
     front_matter = ModelCardData(
-        base_model=adapters.display_name(base),
+        base_model=adapters.format_model_name(base),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["cab", "long-context"],
     )
-    table = "\n".join(f"| {key} | {value} |" for key, value in table_rows.items() if value)
-    return CARD_TEMPLATE.format(
-        name=name, title=escape_markdown(name), front=front_matter.to_yaml(), table=table
+    table = "\n".join(
+        f"| {row_name} | {row_text} |" for row_name, row_text in table_rows.items() if row_text
+    )
+    return MODEL_CARD_TEMPLATE.format(
+        name=model_name,
+        title=escape_markdown(model_name),
+        front=front_matter.to_yaml(),
+        table=table,
     )
 
 

@@ -14,19 +14,19 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.checks import require
-from cab_hf.config import SPARSE, CabConfig
+from cab_hf.config import SPARSE_IMPLEMENTATIONS, CabConfig
 from cab_hf.experiment import models as run_models
 from cab_hf.experiment.log import write_atomically
-from cab_hf.finetune.settings import ROPES, format_suggestion
+from cab_hf.finetune.settings import ROPE_SCALINGS, format_suggestion
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 
 # parameters of the RoPE scaling "llama3", as in the config of Llama 3.1
-LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # value of PEFT's ``target_modules`` for all linear layers except the head
-ALL_LINEAR = "all-linear"
+ALL_LINEAR_TARGETS = "all-linear"
 # config fields of models that apply tanh to their logits
-SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+LOGIT_CAP_FIELDS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def load_model(
@@ -63,15 +63,18 @@ def load_model(
     """
     config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, **rope)
-    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    options |= four_bit_options(dtype, device) if qlora else {}
-    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    load_options = {
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    load_options |= make_four_bit_options(dtype, device) if qlora else {}
+    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **load_options)
     for module in model.modules() if qlora else ():
         # in eval mode on a CPU, bitsandbytes would repack weights to a format without gradients
         module.support_avx512bf16_for_cpu = False
     # PEFT records this name as the base of an adapter; transformers may have set a path
     model.name_or_path = name
-    if attn_implementation in SPARSE:
+    if attn_implementation in SPARSE_IMPLEMENTATIONS:
         is_complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if is_complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
@@ -80,7 +83,7 @@ def load_model(
     return model, tokenizer
 
 
-def four_bit_options(dtype: str, device: Any) -> dict[str, Any]:
+def make_four_bit_options(dtype: str, device: Any) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` that load weights in 4 bits.
 
     Args:
@@ -107,7 +110,7 @@ def four_bit_options(dtype: str, device: Any) -> dict[str, Any]:
 
 def stretch_positions(
     config: PreTrainedConfig,
-    name: str,
+    model_name: str,
     length: int | None,
     rope: str | None = None,
     rope_factor: float | None = None,
@@ -117,7 +120,7 @@ def stretch_positions(
 
     Args:
         config: the config of the model.
-        name: name of the model, for error messages.
+        model_name: name of the model, for error messages.
         length: tokens of the longest sequence; None: no check.
         rope: the scaling. None leaves positions unchanged. ``linear`` divides all frequencies by
             the factor. ``dynamic`` raises theta with the longest position of a call. ``yarn`` and
@@ -135,7 +138,8 @@ def stretch_positions(
     if rope is None:
         max_positions = run_models.max_prompt_tokens(config)
         accepted_values = (
-            f"at most {max_positions} for model {name!r} without rope (one of {', '.join(ROPES)})"
+            f"at most {max_positions} for model {model_name!r} without rope (one of "
+            f"{', '.join(ROPE_SCALINGS)})"
         )
         require(
             None in (length, max_positions) or length <= max_positions,
@@ -150,7 +154,7 @@ def stretch_positions(
     rope_type = (
         original_positions and rope_parameters.get("rope_type")
     ) or "no RoPE, or other ones in other layers"
-    accepted_values = f"none for model {name!r}, which has positions of {rope_type}"
+    accepted_values = f"none for model {model_name!r}, which has positions of {rope_type}"
     require(rope_type == "default", "rope", rope, accepted_values)
     min_factor = 1.0 if length is None else max(1.0, length / original_positions)
     accepted_values = (
@@ -173,7 +177,7 @@ def stretch_positions(
         rope_changes = {"rope_type": rope, "factor": factor}
     if rope in ("yarn", "llama3"):
         rope_changes["original_max_position_embeddings"] = original_positions
-    rope_changes |= LLAMA3_FACTORS if rope == "llama3" else {}
+    rope_changes |= LLAMA3_ROPE_FACTORS if rope == "llama3" else {}
     text_config.rope_parameters = {**rope_parameters, **rope_changes}
     if rope not in ("linear", "dynamic"):
         # linear and dynamic are relative to this number; other scalings ignore it or record the
@@ -187,7 +191,7 @@ def with_lora(
     rank: int,
     alpha: float,
     dropout: float = 0.0,
-    norms: bool = False,
+    trains_norms: bool = False,
 ) -> Any:
     """Add float32 LoRA adapters to ``model`` and freeze all other weights; return a PeftModel.
 
@@ -200,7 +204,7 @@ def with_lora(
         rank: rank of the adapters.
         alpha: outputs of adapters are scaled by ``alpha / rank``.
         dropout: dropout probability of the inputs of adapters.
-        norms: True to train all norms too, in float32.
+        trains_norms: True to train all norms too, in float32.
 
     Raises:
         ValueError: a target is no linear layer of the model; a head that is tied to the embeddings
@@ -210,34 +214,34 @@ def with_lora(
     from peft.utils import ModulesToSaveWrapper
 
     target_names = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
-    targets = ALL_LINEAR if target_names == [ALL_LINEAR] else target_names
-    if targets != ALL_LINEAR:
+    targets = ALL_LINEAR_TARGETS if target_names == [ALL_LINEAR_TARGETS] else target_names
+    if targets != ALL_LINEAR_TARGETS:
         _check_targets(model, targets, dropout)
     # selected by name, because the norms of transformers have no common base class
     norm_names = {
-        _last_name(name)
-        for name, module in model.named_modules()
+        _get_last_name(module_name)
+        for module_name, module in model.named_modules()
         if type(module).__name__.endswith("Norm")
     }
-    config = LoraConfig(
+    lora_config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=targets,
-        modules_to_save=sorted(norm_names) if norms else None,
+        modules_to_save=sorted(norm_names) if trains_norms else None,
         task_type="CAUSAL_LM",
     )
-    peft_model = get_peft_model(model, config)
+    peft_model = get_peft_model(model, lora_config)
     for parameter in peft_model.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             # updates of 16-bit weights would be lost in rounding
             parameter.data = parameter.data.float()
-    dtype = model.dtype
+    model_dtype = model.dtype
     for wrapper in peft_model.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             for norm in wrapper.modules_to_save.values():
                 # without this hook, the output of a float32 norm would be float32
-                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+                norm.register_forward_hook(lambda module, inputs, output: output.to(model_dtype))
     compute_in_input_dtype(peft_model)
     return peft_model
 
@@ -267,16 +271,16 @@ def compute_in_input_dtype(peft_model: nn.Module) -> None:
             continue
         # set permanently; `peft.helpers.disable_input_dtype_casting` sets this attribute in a block
         module.cast_input_dtype_enabled = False
-        for adapters in (module.lora_A, module.lora_B):
-            for name, layer in adapters.items():
-                adapters[name] = CastLinear(layer)
+        for adapter_layers in (module.lora_A, module.lora_B):
+            for adapter_name, linear_layer in adapter_layers.items():
+                adapter_layers[adapter_name] = CastLinear(linear_layer)
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Make decoder layers save only their input and recompute activations in the backward pass."""
     # newer versions of transformers have another name for this method
-    old_method = model.gradient_checkpointing_enable
-    enable_checkpointing = getattr(model, "activation_checkpointing_enable", old_method)
+    old_enable_method = model.gradient_checkpointing_enable
+    enable_checkpointing = getattr(model, "activation_checkpointing_enable", old_enable_method)
     enable_checkpointing({"use_reentrant": False})
     causal_lm = unwrap_causal_lm(model)
     if hasattr(causal_lm, "_require_grads_hook"):
@@ -289,7 +293,9 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     """Raise a ValueError if `with_lora` does not support ``targets``, or ``dropout`` with them."""
     # quantised layers of bitsandbytes are subclasses of nn.Linear
     linear_names = {
-        _last_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        _get_last_name(module_name)
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
     }
     for target in targets:
         hint = format_suggestion(target, sorted(linear_names))
@@ -302,7 +308,12 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     head_name = next(
-        (_last_name(name) for name, module in model.named_modules() if module is head), None
+        (
+            _get_last_name(module_name)
+            for module_name, module in model.named_modules()
+            if module is head
+        ),
+        None,
     )
     accepted_targets = (
         f"without {head_name!r}, which shares its weight with the embeddings in this model"
@@ -317,9 +328,9 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     )
 
 
-def _last_name(name: str) -> str:
+def _get_last_name(module_name: str) -> str:
     """Return the part of a module's name after the last dot."""
-    return name.rpartition(".")[2]
+    return module_name.rpartition(".")[2]
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -352,8 +363,10 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
     original_forward = vars(head).get("forward")
     head.forward = return_hidden
     try:
-        inputs = {name: x for name, x in batch.items() if name != "labels"}
-        hidden = model(**inputs, use_cache=False).logits
+        model_inputs = {
+            input_name: tensor for input_name, tensor in batch.items() if input_name != "labels"
+        }
+        hidden = model(**model_inputs, use_cache=False).logits
     finally:
         del head.forward
         if original_forward is not None:
@@ -373,16 +386,18 @@ def _get_head(causal_lm: PreTrainedModel) -> nn.Module:
         NotImplementedError: the logits are not hidden states times one weight.
     """
     head, text_config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
-    caps_by_field = {name: getattr(text_config, name, None) for name in SOFT_CAPS}
-    reasons = [
-        f"caps its logits ({name}={x})" for name, x in caps_by_field.items() if x is not None
+    caps_by_field = {field: getattr(text_config, field, None) for field in LOGIT_CAP_FIELDS}
+    unsupported_reasons = [
+        f"caps its logits ({field}={cap})"
+        for field, cap in caps_by_field.items()
+        if cap is not None
     ]
     if head is None or getattr(head, "bias", None) is not None:
-        reasons.append("has no head" if head is None else "has a head with a bias")
-    if reasons:
+        unsupported_reasons.append("has no head" if head is None else "has a head with a bias")
+    if unsupported_reasons:
         raise NotImplementedError(
             "model must compute logits as hidden states times one weight, got "
-            f"{type(causal_lm).__name__}, which {reasons[0]}. Train another model."
+            f"{type(causal_lm).__name__}, which {unsupported_reasons[0]}. Train another model."
         )
     return head
 
@@ -391,37 +406,39 @@ def merge_head_weight(head: nn.Module) -> Tensor:
     """Return the weight [V, D] of a head, including the product of an adapter of `with_lora`."""
     if not hasattr(head, "lora_A"):
         return head.weight
-    (name,), weight = head.active_adapters, head.base_layer.weight
-    adapter_product = head.lora_B[name].weight @ head.lora_A[name].weight
-    return weight + (head.scaling[name] * adapter_product).to(weight.dtype)
+    (adapter_name,), weight = head.active_adapters, head.base_layer.weight
+    adapter_product = head.lora_B[adapter_name].weight @ head.lora_A[adapter_name].weight
+    return weight + (head.scaling[adapter_name] * adapter_product).to(weight.dtype)
 
 
 def save_adapter(
-    adapted: Any,
+    peft_model: Any,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path | str,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write an adapter, its tokenizer, and facts about its base model into a folder.
 
-    The facts are the SHA-256 and the fields `RESTORED_FIELDS` of the base, in the file `BASE_FILE`.
-    `cab_hf.finetune.merge` and `cab_hf.finetune.adapters` read this file.
+    The facts are the SHA-256 and the fields `RESTORED_FIELDS` of the base, in the file
+    `BASE_MODEL_FILE`. `cab_hf.finetune.merge` and `cab_hf.finetune.adapters` read this file.
 
     Args:
-        adapted: the result of `with_lora`, without wrappers such as DDP.
+        peft_model: the result of `with_lora`, without wrappers such as DDP.
         tokenizer: the tokenizer of the model.
         folder: the folder to write.
-        state_dict: trained parameters by name, unsharded; None: the parameters of ``adapted``.
+        state_dict: trained parameters by name, unsharded; None: the parameters of ``peft_model``.
     """
     folder = Path(folder)
     # by default PEFT asks the hub whether the vocabulary has grown
-    adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+    peft_model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
-    causal_lm = unwrap_causal_lm(adapted)
+    causal_lm = unwrap_causal_lm(peft_model)
     text_config = causal_lm.config.get_text_config()
-    fields = {"sha256": hash_base_model(causal_lm)}
-    fields |= {name: getattr(text_config, name, None) for name in run_models.RESTORED_FIELDS}
-    write_atomically(folder / run_models.BASE_FILE, json.dumps(fields, indent=2) + "\n")
+    base_fields = {"sha256": hash_base_model(causal_lm)}
+    base_fields |= {
+        field: getattr(text_config, field, None) for field in run_models.RESTORED_FIELDS
+    }
+    write_atomically(folder / run_models.BASE_MODEL_FILE, json.dumps(base_fields, indent=2) + "\n")
 
 
 def hash_base_model(model: nn.Module) -> str:

@@ -46,8 +46,10 @@ class Objective(nn.Module):
         Returns:
             The loss, a scalar; or int64 [P], the tokens with the largest logits.
         """
-        device = batch["input_ids"].device.type
-        with torch.autocast(device, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+        device_type = batch["input_ids"].device.type
+        with torch.autocast(
+            device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None
+        ):
             hidden, weight = forward_hidden(self.model, batch)
             if query_indices is not None:
                 return (hidden[0, query_indices].to(weight.dtype) @ weight.T).argmax(-1)
@@ -59,23 +61,28 @@ def count_labels(batch: Batch) -> Tensor:
     return (batch["labels"] != IGNORED_LABEL).sum()
 
 
-def learning_rate(step: int, settings: Settings) -> float:
+def compute_learning_rate(step: int, settings: Settings) -> float:
     """Return the learning rate of a step: a linear warm-up, then a cosine decay.
 
     The rate is ``lr`` at step ``warmup`` and ``lr * lr_end`` at step ``steps``. The first step has
     number 1.
     """
-    steps, warmup, lr, lr_end = settings.steps, settings.warmup, settings.lr, settings.lr_end
-    if step <= warmup:
-        return lr * step / warmup
-    progress = (step - warmup) / (steps - warmup)
-    return lr * (lr_end + (1 - lr_end) * (1 + math.cos(math.pi * progress)) / 2)
+    num_steps, num_warmup_steps, lr, lr_end = (
+        settings.steps,
+        settings.warmup,
+        settings.lr,
+        settings.lr_end,
+    )
+    if step <= num_warmup_steps:
+        return lr * step / num_warmup_steps
+    decay_progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
+    return lr * (lr_end + (1 - lr_end) * (1 + math.cos(math.pi * decay_progress)) / 2)
 
 
-def all_reduce_sums(values: list[float], accelerator: Any) -> list[float]:
+def all_reduce_sums(local_values: list[float], accelerator: Any) -> list[float]:
     """Return the sum of each value over all processes, by one all-reduce in float64.
 
     All processes must call this function.
     """
-    local_values = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    return accelerator.reduce(local_values, "sum").tolist()
+    value_tensor = torch.tensor(local_values, dtype=torch.float64, device=accelerator.device)
+    return accelerator.reduce(value_tensor, "sum").tolist()

@@ -57,12 +57,12 @@ class Offload:
         """
         while (
             self.host_bytes
-            < self.num_layers * self._num_chunks(checkpoint_bytes) * self.chunk_bytes
+            < self.num_layers * self._count_chunks(checkpoint_bytes) * self.chunk_bytes
         ):
             self._free_chunks.append(self._allocate_chunk())
 
     def enable(self, model: nn.Module) -> None:
-        """Install offloading in the first ``checkpointed_layers`` layers of ``model``.
+        """Install offloading in the first ``num_layers`` layers of ``model``.
 
         Gradient checkpointing must be on.
 
@@ -82,18 +82,18 @@ class Offload:
             self.num_layers,
             accepted_layers,
         )
-        for index, layer in enumerate(checkpointed_layers):
-            layer._gradient_checkpointing_func = partial(self._checkpoint, index)
+        for layer_index, layer in enumerate(checkpointed_layers):
+            layer._gradient_checkpointing_func = partial(self._checkpoint, layer_index)
 
     def _checkpoint(
-        self, layer_index: int, layer_function: Callable[..., Any], hidden: Tensor, *args: Any
+        self, layer_index: int, layer_function: Callable[..., Any], hidden: Tensor, *layer_args: Any
     ) -> Any:
         """Call ``layer_function`` on ``hidden`` under gradient checkpointing."""
         # these hooks receive the inputs of the layer only: torch's checkpoint installs its own
         # hooks for the tensors inside
         pack_hook = partial(self._pack, layer_index, hidden.data_ptr())
         with saved_tensors_hooks(pack_hook, self._unpack):
-            return checkpoint(layer_function, hidden, *args, use_reentrant=False)
+            return checkpoint(layer_function, hidden, *layer_args, use_reentrant=False)
 
     def _pack(self, layer_index: int, hidden_address: int, tensor: Tensor) -> Tensor | _LayerInput:
         """Return the object that autograd stores in place of a saved tensor of a layer.
@@ -106,7 +106,7 @@ class Offload:
         previous_input = self._last_input()
         if previous_input is not None and previous_input.chunks:
             # the previous layer's copy to the host must end before its device memory is reused
-            self._wait_for(previous_input)
+            self._wait_for_copy(previous_input)
             previous_input.tensor = None
         saved_input = _LayerInput(
             self, tensor.detach().contiguous(), previous_input if layer_index else None
@@ -114,7 +114,7 @@ class Offload:
         if layer_index < self.num_layers:
             saved_input.chunks = [
                 self._free_chunks.pop() if self._free_chunks else self._allocate_chunk()
-                for _ in range(self._num_chunks(tensor.nbytes))
+                for _ in range(self._count_chunks(tensor.nbytes))
             ]
             self._copy_pieces(
                 saved_input,
@@ -123,15 +123,15 @@ class Offload:
         self._last_input = weakref.ref(saved_input)
         return saved_input
 
-    def _unpack(self, packed: Tensor | _LayerInput) -> Tensor:
+    def _unpack(self, packed_object: Tensor | _LayerInput) -> Tensor:
         """Return the tensor that `_pack` received; start fetching the previous layer's input."""
-        if isinstance(packed, Tensor):
-            return packed
-        self._fetch(packed)
-        self._wait_for(packed)
-        if packed.previous is not None:
-            self._fetch(packed.previous)
-        return packed.tensor
+        if isinstance(packed_object, Tensor):
+            return packed_object
+        self._fetch(packed_object)
+        self._wait_for_copy(packed_object)
+        if packed_object.previous_input is not None:
+            self._fetch(packed_object.previous_input)
+        return packed_object.tensor
 
     def _fetch(self, saved_input: _LayerInput) -> None:
         """Start copying a checkpoint to the device if it is only on the host."""
@@ -163,17 +163,17 @@ class Offload:
         if self._stream is not None:
             saved_input.copy_event = self._stream.record_event()
 
-    def _wait_for(self, saved_input: _LayerInput) -> None:
+    def _wait_for_copy(self, saved_input: _LayerInput) -> None:
         """Make the compute stream wait for the last copy of a checkpoint."""
         if saved_input.copy_event is not None:
             torch.cuda.current_stream(saved_input.device).wait_event(saved_input.copy_event)
             saved_input.copy_event = None
 
-    def _split_bytes(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the bytes of ``x``, uint8, split into pieces of at most ``chunk_bytes``."""
-        return x.view(-1).view(torch.uint8).split(self.chunk_bytes)
+    def _split_bytes(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the bytes of ``tensor``, uint8, split into pieces of at most ``chunk_bytes``."""
+        return tensor.view(-1).view(torch.uint8).split(self.chunk_bytes)
 
-    def _num_chunks(self, num_bytes: int) -> int:
+    def _count_chunks(self, num_bytes: int) -> int:
         """Return the number of chunks for a tensor of ``num_bytes``."""
         return -(-num_bytes // self.chunk_bytes)
 
@@ -187,16 +187,18 @@ class _LayerInput:
     """The input of a layer between its forward and its backward pass.
 
     Attributes:
-        owner: the `Offload` that owns the chunks.
+        offload: the `Offload` that owns the chunks.
         tensor: the input on the device; None while the input is only on the host.
-        previous: the input of the previous layer, which the backward pass needs next; None for the
-            first layer.
+        previous_input: the input of the previous layer, which the backward pass needs next; None
+            for the first layer.
         chunks: pinned memory with a copy of the input; empty if the input is not offloaded.
         copy_event: event after the last copy; None after the compute stream has waited for it.
     """
 
-    def __init__(self, owner: Offload, tensor: Tensor, previous: _LayerInput | None) -> None:
-        self.owner, self.previous = owner, previous
+    def __init__(
+        self, offload: Offload, tensor: Tensor, previous_input: _LayerInput | None
+    ) -> None:
+        self.offload, self.previous_input = offload, previous_input
         self.tensor: Tensor | None = tensor
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.chunks: list[Tensor] = []
@@ -204,6 +206,6 @@ class _LayerInput:
 
     def __del__(self) -> None:
         # also without a backward pass, the copy must end before device memory is reused
-        self.owner._wait_for(self)
+        self.offload._wait_for_copy(self)
         # reusing chunks is safe: copies on one stream run in the order in which they start
-        self.owner._free_chunks.extend(self.chunks)
+        self.offload._free_chunks.extend(self.chunks)

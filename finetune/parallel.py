@@ -15,14 +15,14 @@ from cab_hf.distributed import shard
 from cab_hf.distributed.sharding import get_sharding, lengths_from_boundaries
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
-from cab_hf.hf.model_config import cab_config_of as cab_config
+from cab_hf.hf.model_config import cab_config_of
 from cab_hf.plan import DENSE_BLOCK_SIZE
 
 # model inputs of a sharded batch
-MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
+MODEL_INPUT_NAMES = ("input_ids", "position_ids", "cu_seq_lens_q")
 
 
-class Parallel:
+class ContextParallelism:
     """The grouping of a run's processes into replicas of ``cp`` consecutive ranks.
 
     Each replica trains on different sequences, and shards each sequence over its processes. If
@@ -82,10 +82,10 @@ class Parallel:
         """
         return batch if self.group is None else shard_batch(batch, self.group, self.block_tokens)
 
-    def local_positions(self, local_batch: Batch) -> Tensor:
+    def get_local_positions(self, local_batch: Batch) -> Tensor:
         """Return the position ids of this process's tokens without padding, int64 [B, n].
 
-        ``local_batch`` is the result of `Parallel.local_batch`.
+        ``local_batch`` is the result of `shard_batch`.
         """
         if self.group is None:
             return local_batch["position_ids"]
@@ -99,8 +99,8 @@ def get_block_tokens(model: nn.Module) -> int:
 
     The result is the least common multiple of the block sizes of dense and sparse attention.
     """
-    config = cab_config(model.config.get_text_config())
-    return math.lcm(DENSE_BLOCK_SIZE, config.query_block, config.key_block)
+    block_config = cab_config_of(model.config.get_text_config())
+    return math.lcm(DENSE_BLOCK_SIZE, block_config.query_block, block_config.key_block)
 
 
 def shard_batch(batch: Batch, group: ProcessGroup, block_tokens: int) -> Batch:
@@ -115,4 +115,4 @@ def shard_batch(batch: Batch, group: ProcessGroup, block_tokens: int) -> Batch:
     if "labels" in flat_batch:
         flat_batch["shift_labels"] = flat_batch.pop("labels")
     own_shard = shard(flat_batch, group, block_tokens)
-    return {name: own_shard[name] for name in (*MODEL_INPUTS, "labels") if name in own_shard}
+    return {name: own_shard[name] for name in (*MODEL_INPUT_NAMES, "labels") if name in own_shard}

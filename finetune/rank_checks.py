@@ -27,35 +27,46 @@ from cab_hf.finetune.settings import Settings
 # settings with paths, which may differ between machines; file contents are compared instead
 PATH_SETTINGS = ("model", "calibration", "data", "validation", "out")
 # integer dtype by the bytes of an element
-INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_DTYPE_BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 2**24  # elements that a checksum converts to int64 at a time, to limit memory
 
 
 def collect_facts(
     settings: Settings, model: nn.Module, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return a dict of values that must be equal in all processes, for `require_equal`.
+    """Return a dict of values that must be equal in all processes, for `require_equal_facts`.
 
     The values are settings, hashes of config and tokenizer, and checksums of weights, by a name for
     error messages. Call this function before FSDP shards the model.
     """
-    fields = {name: value for name, value in asdict(settings).items() if name not in PATH_SETTINGS}
-    facts = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
-    config = {
-        name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"
+    settings_values = {
+        setting: value
+        for setting, value in asdict(settings).items()
+        if setting not in PATH_SETTINGS
     }
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+    facts = {
+        f"--{setting.replace('_', '-')}": repr(value) for setting, value in settings_values.items()
+    }
+    config_fields = {
+        field: value for field, value in model.config.to_dict().items() if field != "_name_or_path"
+    }
+    tokenizer_backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = (
+        tokenizer_backend.to_str() if tokenizer_backend else sorted(tokenizer.get_vocab().items())
+    )
     tokenizer_content = [vocabulary, tokenizer.special_tokens_map]
-    for name, content in {
-        "the config of the model": config,
+    for fact_name, fact_content in {
+        "the config of the model": config_fields,
         "the tokenizer": tokenizer_content,
     }.items():
-        content_text = json.dumps(content, default=str, sort_keys=True)
-        facts[name] = sha256(content_text.encode()).hexdigest()
+        fact_json = json.dumps(fact_content, default=str, sort_keys=True)
+        facts[fact_name] = sha256(fact_json.encode()).hexdigest()
     # with FSDP one process loads the weights and broadcasts them
     weights = () if is_fsdp_enabled() else model.named_parameters()
-    return {**facts, **{f"weight {name}": compute_checksum(weight) for name, weight in weights}}
+    return {
+        **facts,
+        **{f"weight {weight_name}": compute_checksum(weight) for weight_name, weight in weights},
+    }
 
 
 def compute_checksum(tensor: Tensor) -> int:
@@ -64,8 +75,8 @@ def compute_checksum(tensor: Tensor) -> int:
     The checksum is the same on every device.
     """
     tensor = tensor.detach().contiguous().flatten()
-    integer_bits = tensor.view(INTEGER_DTYPES[tensor.element_size()])
-    checksum_sum = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    integer_bits = tensor.view(INTEGER_DTYPE_BY_BYTES[tensor.element_size()])
+    checksum = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk_number, chunk in enumerate(
         integer_bits.split(CHUNK_ELEMENTS) if integer_bits.numel() else ()
     ):
@@ -74,11 +85,11 @@ def compute_checksum(tensor: Tensor) -> int:
         element_indices = (
             torch.arange(len(chunk), device=chunk.device) + chunk_number * CHUNK_ELEMENTS
         )
-        checksum_sum += ((2 * element_indices + 1) * (chunk.to(torch.int64) + 1)).sum()
-    return int(checksum_sum)
+        checksum += ((2 * element_indices + 1) * (chunk.to(torch.int64) + 1)).sum()
+    return int(checksum)
 
 
-def require_equal(facts: Mapping[str, Any]) -> None:
+def require_equal_facts(facts: Mapping[str, Any]) -> None:
     """Raise an error unless all processes have the same ``facts``.
 
     All processes must call this function.
@@ -89,10 +100,11 @@ def require_equal(facts: Mapping[str, Any]) -> None:
     """
     first_facts, *other_facts = gather_object([dict(facts)])
     for rank, rank_facts in enumerate(other_facts, 1):
-        for name in dict.fromkeys((*first_facts, *rank_facts)):
-            if first_facts.get(name) != rank_facts.get(name):
+        for fact_name in dict.fromkeys((*first_facts, *rank_facts)):
+            if first_facts.get(fact_name) != rank_facts.get(fact_name):
                 raise UsageError(
-                    f"{name} must be equal in all processes, got another value in process {rank} "
+                    f"{fact_name} must be equal in all processes, got another value in process "
+                    f"{rank} "
                     "than in process 0. Give all processes the same settings, and the same model "
                     "and data files."
                 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cab_hf.config import NAMES, CabConfig
+from cab_hf.config import IMPLEMENTATION_NAMES, CabConfig
 from cab_hf.experiment.settings import (
     UsageError,
     comma_separated,
@@ -25,15 +25,15 @@ from cab_hf.experiment.settings import (
 
 # this module must not import torch, so that --help prints within a second
 PROG = "finetune/lora.py"
-DTYPES = ("bfloat16", "float32")
-ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
-TILED_ABOVE = 2**17  # tokens per process above which MLPs compute in tiles by default
-TILE = 2**13  # default number of tokens per tile
+DTYPE_NAMES = ("bfloat16", "float32")
+ROPE_SCALINGS = ("linear", "dynamic", "yarn", "llama3", "theta")
+MAX_UNTILED_TOKENS = 2**17  # tokens per process above which MLPs compute in tiles by default
+DEFAULT_TILE_TOKENS = 2**13  # default number of tokens per tile
 # values of --train
-ADAPTER, ALL = "adapter", "all"
+TRAIN_ADAPTER, TRAIN_ALL = "adapter", "all"
 parse_names = comma_separated(str)
 # names of numeric settings, by the smallest value that they accept
-LOWER_BOUNDS = {
+SETTINGS_BY_LOWER_BOUND = {
     1: ("rank", "steps", "micro_batch", "save_every", "cp"),
     2: ("length",),
     0: (
@@ -64,9 +64,13 @@ class Settings:
     attention: str = option("cab", "attn_implementation during training: cab, cab_frc, sdpa, ...")
     cab: tuple[str, ...] = option((), "field=value of CabConfig; repeatable", repeatable=True)
     calibration: str = option("", "calibration file with a budget for each head")
-    train: str = option(ADAPTER, "weights to train: adapter (LoRA, other weights frozen) or all")
+    train: str = option(
+        TRAIN_ADAPTER, "weights to train: adapter (LoRA, other weights frozen) or all"
+    )
     dtype: str = option("bfloat16", "dtype of frozen weights, or of products with --train all")
-    rope: str = option("none", f"method that extends rotary positions: none, {', '.join(ROPES)}")
+    rope: str = option(
+        "none", f"method that extends rotary positions: none, {', '.join(ROPE_SCALINGS)}"
+    )
     rope_factor: float = option(
         0.0, "factor of the number of positions; 0: the factor that --length needs", float
     )
@@ -75,8 +79,9 @@ class Settings:
     checkpointing: bool = option(True, "gradient checkpointing of the decoder layers", parse_flag)
     tile_tokens: int | None = option(
         None,
-        f"tokens per tile of MLPs, norms and adapters; 0: no tiles; auto (default): {TILE} if a "
-        f"process has more than {TILED_ABOVE} tokens",
+        "tokens per tile of MLPs, norms and adapters; 0: no tiles; auto (default): "
+        f"{DEFAULT_TILE_TOKENS} if a "
+        f"process has more than {MAX_UNTILED_TOKENS} tokens",
         parse_number_or_auto,
     )
     offload_layers: int | None = option(
@@ -100,7 +105,8 @@ class Settings:
     # data
     data: tuple[str, ...] = option(
         (),
-        "sources of texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...",
+        "sources of texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals of PyPI "
+        "packages (manuals), retrieval:...",
         parse_names,
     )
     text_field: str = option("text", "field of a record that contains its text")
@@ -148,27 +154,34 @@ class Settings:
     dry_run: bool = flag("print the settings, their cost and whether they fit, then exit")
 
     def __post_init__(self) -> None:
-        choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
-        for name, accepted_values in {**choices, "rope": ("none", *ROPES)}.items():
+        choices_by_setting = {
+            "train": (TRAIN_ADAPTER, TRAIN_ALL),
+            "dtype": DTYPE_NAMES,
+            "adapter_dtype": DTYPE_NAMES,
+        }
+        for setting, accepted_values in {
+            **choices_by_setting,
+            "rope": ("none", *ROPE_SCALINGS),
+        }.items():
             require(
                 self,
-                name,
-                getattr(self, name) in accepted_values,
+                setting,
+                getattr(self, setting) in accepted_values,
                 f"one of {', '.join(accepted_values)}",
             )
-        for lower_bound, names in LOWER_BOUNDS.items():
-            for name in names:
-                setting_value = getattr(self, name)
+        for lower_bound, setting_names in SETTINGS_BY_LOWER_BOUND.items():
+            for setting in setting_names:
+                setting_value = getattr(self, setting)
                 require(
                     self,
-                    name,
+                    setting,
                     setting_value is None or setting_value >= lower_bound,
                     f"{lower_bound} or more",
                 )
-        trains_adapter, scales_rope = self.train == ADAPTER, self.rope != "none"
+        trains_adapter, scales_rope = self.train == TRAIN_ADAPTER, self.rope != "none"
         can_offload = self.checkpointing or not self.offload_layers
         has_valid_passkeys = 2 <= max(self.passkey_lengths, default=2) <= self.length
-        for name, is_valid, accepted_values in (
+        for setting, is_valid, accepted_values in (
             ("lr", self.lr > 0, "a number above 0"),
             ("alpha", self.alpha > 0, "a number above 0"),
             ("link_gbs", self.link_gbs > 0, "a number above 0"),
@@ -187,57 +200,62 @@ class Settings:
             ("warmup", self.warmup < self.steps, f"less than steps={self.steps}"),
             ("passkey_lengths", has_valid_passkeys, f"at most length={self.length}, and 2 or more"),
         ):
-            require(self, name, is_valid, accepted_values)
-        for name in ("targets", "rank", "alpha"):
-            default_value = getattr(Settings, name)
+            require(self, setting, is_valid, accepted_values)
+        for setting in ("targets", "rank", "alpha"):
+            default_value = getattr(Settings, setting)
             accepted_values = (
                 f"left out, or {spell(default_value)}, with train=all, because only LoRA uses it"
             )
             require(
-                self, name, trains_adapter or getattr(self, name) == default_value, accepted_values
+                self,
+                setting,
+                trains_adapter or getattr(self, setting) == default_value,
+                accepted_values,
             )
         if self.cp > 1:
             from cab_hf.plan import DENSE_BLOCK_SIZE
 
             # other attention implementations would attend to the shard of one process only
-            accepted_values = f"one of {', '.join(NAMES)} with cp={self.cp}"
-            require(self, "attention", self.attention in NAMES, accepted_values)
+            accepted_values = f"one of {', '.join(IMPLEMENTATION_NAMES)} with cp={self.cp}"
+            require(self, "attention", self.attention in IMPLEMENTATION_NAMES, accepted_values)
             # each process gets an early and a late chunk, to balance causal attention
             min_length = 2 * self.cp * DENSE_BLOCK_SIZE
             require(
                 self, "length", self.length >= min_length, f"{min_length} or more with cp={self.cp}"
             )
         # called only to raise errors for values that cannot be parsed
-        self.cab_config()
+        self.get_cab_fields()
         self.parse_sources()
         self.parse_sources("validation")
 
-    def parse_sources(self, field: str = "data") -> list[tuple[str, float]]:
+    def parse_sources(self, setting: str = "data") -> list[tuple[str, float]]:
         """Parse the sources ``NAME`` or ``NAME=WEIGHT`` of a setting to pairs (name, weight).
 
         The weight of ``NAME`` is 1. If a path such as ``year=2024`` exists, the complete string is
-        the name. ``field`` is "data" or "validation".
+        the name. ``setting`` is "data" or "validation".
         """
         sources = []
-        for source_text in getattr(self, field):
+        for source_text in getattr(self, setting):
             has_weight = "=" in source_text and not os.path.exists(os.path.expanduser(source_text))
-            name, weight_text = source_text.rsplit("=", 1) if has_weight else (source_text, "1")
+            source_name, weight_text = (
+                source_text.rsplit("=", 1) if has_weight else (source_text, "1")
+            )
             try:
                 weight = float(weight_text)
             except ValueError:
                 weight = -1.0
-            is_valid = bool(name) and 0 <= weight < float("inf")
+            is_valid = bool(source_name) and 0 <= weight < float("inf")
             accepted_form = "NAME or NAME=WEIGHT with a weight of 0 or more"
-            require(self, field, is_valid, accepted_form, value=source_text)
-            sources.append((name, weight))
+            require(self, setting, is_valid, accepted_form, value=source_text)
+            sources.append((source_name, weight))
         return sources
 
     @property
     def weights_dtype(self) -> str:
         """Return the name of the dtype in which weights are loaded."""
-        return "float32" if self.train == ALL else self.dtype
+        return "float32" if self.train == TRAIN_ALL else self.dtype
 
-    def rope_arguments(self) -> dict[str, Any]:
+    def get_rope_arguments(self) -> dict[str, Any]:
         """Return ``length`` and the RoPE arguments of `models.stretch_positions`."""
         return {
             "length": self.length,
@@ -246,7 +264,7 @@ class Settings:
             "rope_theta": self.rope_theta or None,
         }
 
-    def cab_config(self) -> dict[str, Any]:
+    def get_cab_fields(self) -> dict[str, Any]:
         """Return the fields of CabConfig that --cab sets, or all fields if --calibration is set.
 
         Raises:
@@ -283,10 +301,10 @@ class Settings:
         """
         num_replicas = self.count_replicas(num_processes)
         tokens_per_micro_batch = num_replicas * self.length * self.micro_batch
-        num_micro_batches, remainder = divmod(
+        num_micro_batches, num_remaining_tokens = divmod(
             self.tokens_per_step or tokens_per_micro_batch, tokens_per_micro_batch
         )
-        if remainder:
+        if num_remaining_tokens:
             replica_noun = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
             raise UsageError(
                 f"tokens_per_step must be a multiple of {tokens_per_micro_batch} ({num_replicas} "
@@ -295,28 +313,36 @@ class Settings:
             )
         return num_micro_batches
 
-    def evaluated_lengths(self) -> tuple[int, ...]:
+    def get_passkey_lengths(self) -> tuple[int, ...]:
         """Return the lengths in tokens of the pass-key documents in an evaluation."""
         return self.passkey_lengths or (self.length // 2, self.length)
 
-    def identity(self, num_processes: int) -> dict[str, Any]:
+    def get_identity(self, num_processes: int) -> dict[str, Any]:
         """Return the JSON-able settings that must be equal when a run resumes.
 
         ``num_processes`` is the number of processes.
         """
-        fixed_fields = {
-            name: value for name, value in asdict(self).items() if name not in CHANGEABLE_SETTINGS
+        fixed_settings = {
+            setting: setting_value
+            for setting, setting_value in asdict(self).items()
+            if setting not in CHANGEABLE_SETTINGS
         }
-        return {"run": "lora", **fixed_fields, "processes": num_processes}
+        return {"run": "lora", **fixed_settings, "processes": num_processes}
 
 
-def format_suggestion(name: str, names: Sequence[str]) -> str:
-    """Return "did you mean X?" for an unknown ``name``, or a sentence with all known ``names``."""
-    matches = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {matches[0]}?" if matches else f"known are {', '.join(names)}."
+def format_suggestion(unknown_name: str, known_names: Sequence[str]) -> str:
+    """Return "did you mean X?" for ``unknown_name``, or a sentence with all ``known_names``."""
+    close_matches = difflib.get_close_matches(unknown_name, known_names, n=1)
+    return (
+        f"did you mean {close_matches[0]}?"
+        if close_matches
+        else f"known are {', '.join(known_names)}."
+    )
 
 
-def read(words: Sequence[str]) -> Settings:
+def read(arguments: Sequence[str]) -> Settings:
     """Parse the words of a command line to settings; exit with status 2 on errors."""
-    purpose = "Fine-tune a causal language model on long documents, by LoRA or with all weights."
-    return read_settings(Settings, words, PROG, purpose)
+    description = (
+        "Fine-tune a causal language model on long documents, by LoRA or with all weights."
+    )
+    return read_settings(Settings, arguments, PROG, description)

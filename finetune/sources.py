@@ -24,7 +24,7 @@ from cab_hf.data.needles import NOISE_SENTENCES, leading_tokens, split_sentences
 from cab_hf.experiment.cache import file_sha256
 from cab_hf.experiment.settings import UsageError, convert_errors, first_line
 from cab_hf.finetune.loss import IGNORED_LABEL
-from cab_hf.finetune.pypi_docs import MANUALS, manuals_file
+from cab_hf.finetune.pypi_docs import MANUALS_SOURCE, get_manuals_file
 from cab_hf.finetune.retrieval import (
     is_retrieval_source,
     make_retrieval_document,
@@ -35,7 +35,7 @@ from cab_hf.finetune.settings import format_suggestion
 State = dict[str, Any]
 # by file suffix: name of a constructor of `datasets.Dataset`, and arguments for the constructor.
 # utf-8-sig removes a byte order mark
-FILE_READERS = {
+FILE_READER_BY_SUFFIX = {
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
@@ -53,7 +53,7 @@ TOKENIZER_OPTIONS = {"add_special_tokens": False, "return_attention_mask": False
 # splits text without sentence ends, such as tables, into pieces of up to 601 characters after white
 # space, and ends pieces before white space if possible. Passkeys are inserted between pieces
 PIECE_PATTERN = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
-# tokens and labels of a document, int32 [size] each
+# tokens and labels of a document, int32 [num_tokens] each
 TokenArrays = tuple[np.ndarray, np.ndarray]
 
 
@@ -61,19 +61,19 @@ class Document(NamedTuple):
     """A document, or a piece of a document, whose tokens are computed lazily.
 
     Attributes:
-        size: number of tokens.
-        make_arrays: function that returns tokens, int32 [size], and labels, int32 [size]: the
-            token that each token predicts, already shifted, or `IGNORED_LABEL`.
+        num_tokens: number of tokens.
+        make_arrays: function that returns tokens, int32 [num_tokens], and labels of the same shape:
+            the token that each token predicts, already shifted, or `IGNORED_LABEL`.
     """
 
-    size: int
+    num_tokens: int
     make_arrays: Callable[[], TokenArrays]
 
     def cut(self, start_token: int, end_token: int) -> Document:
         """Return the tokens from ``start_token`` to ``end_token``, exclusive, as a document."""
         return Document(
             end_token - start_token,
-            lambda: tuple(per_token[start_token:end_token] for per_token in self.make_arrays()),
+            lambda: tuple(token_array[start_token:end_token] for token_array in self.make_arrays()),
         )
 
 
@@ -91,7 +91,7 @@ class DocumentFilter(NamedTuple):
     first_held_out: int = 0
 
     def selects(self, document_index: Any) -> Any:
-        """Return True if this part contains the document; for an array of indices, an array."""
+        """Return True if the filter selects the document; for an array of indices, an array."""
         is_held_out = (
             document_index % self.hold_out_every == self.first_held_out
             if self.hold_out_every
@@ -108,9 +108,9 @@ class TextSource:
     dataset: Any  # datasets.Dataset or datasets.IterableDataset
     text_field: str  # field of a row that contains the text
     seed: int = 0  # seed of the order of documents
-    shuffle: bool = True
+    is_shuffled: bool = True
     # SHA-256 of each file by path; for a data set on the hub, the hash of its commit by name
-    files: dict[Path, str] = field(default_factory=dict)
+    file_hashes: dict[Path, str] = field(default_factory=dict)
     sha256: str | None = None  # SHA-256 of all files, or the hash of the commit
 
     @property
@@ -124,12 +124,13 @@ class RetrievalSource:
     """A source of synthetic documents: keys in text of other sources. Only answers have labels."""
 
     name: str
-    kinds: tuple[str, ...]  # elements of `retrieval.KINDS`; documents cycle through the tuple
+    # elements of `retrieval.DOCUMENT_KINDS`; documents cycle through the tuple
+    kinds: tuple[str, ...]
     length: int | None  # tokens of a document; None: the length of a sequence
     seed: int = 0  # seed of the keys and their positions
 
     num_documents = sha256 = None
-    files: ClassVar[dict[Path, str]] = {}
+    file_hashes: ClassVar[dict[Path, str]] = {}
 
 
 Source = TextSource | RetrievalSource
@@ -151,8 +152,8 @@ def make_source(
     * ``FILE.jsonl``, ``FILE.json`` or ``FILE.parquet``, with one document per row;
     * a folder of such files with the same suffix;
     * ``manuals``, the documents of `cab_hf.finetune.pypi_docs`;
-    * ``retrieval:passkey+multi:8192``: synthetic documents of these kinds (`retrieval.KINDS`) with
-      this number of tokens;
+    * ``retrieval:passkey+multi:8192``: synthetic documents of these kinds
+      (`retrieval.DOCUMENT_KINDS`) with this number of tokens;
     * ``NAME`` or ``NAME:CONFIG``: a data set on the hub.
 
     Args:
@@ -168,24 +169,24 @@ def make_source(
             ``text_field``.
     """
     if is_retrieval_source(name):
-        kinds, length = parse_retrieval_source(name)
-        return RetrievalSource(name=name, kinds=kinds, length=length, seed=seed)
-    paths = [manuals_file()] if name == MANUALS else _find_local_files(name)
-    if name == MANUALS or (paths and paths[0].suffix == ".txt"):
+        document_kinds, document_tokens = parse_retrieval_source(name)
+        return RetrievalSource(name=name, kinds=document_kinds, length=document_tokens, seed=seed)
+    paths = [get_manuals_file()] if name == MANUALS_SOURCE else _find_local_files(name)
+    if name == MANUALS_SOURCE or (paths and paths[0].suffix == ".txt"):
         text_field = "text"
     with _convert_read_errors(name, paths, text_field):
-        files = {path: file_sha256(path) for path in paths}
+        hash_by_file = {path: file_sha256(path) for path in paths}
         if paths:
-            dataset = _open_files(files, streaming)
+            dataset = _open_files(hash_by_file, streaming)
         else:
-            dataset, files[Path(name)] = _open_hub(name, split, streaming)
-        fields = dataset and (dataset.column_names or list(next(iter(dataset), {})))
-    if not fields or (not streaming and not len(dataset)):
+            dataset, hash_by_file[Path(name)] = _open_hub_dataset(name, split, streaming)
+        field_names = dataset and (dataset.column_names or list(next(iter(dataset), {})))
+    if not field_names or (not streaming and not len(dataset)):
         raise UsageError(
             f"source {name!r} must contain documents, got none. Give a source with text in it."
         )
-    if text_field not in fields:
-        hint = format_suggestion(text_field, fields)
+    if text_field not in field_names:
+        hint = format_suggestion(text_field, field_names)
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
     return TextSource(
         # results and checkpoints contain the name of a file without its folder
@@ -193,8 +194,8 @@ def make_source(
         dataset=dataset.select_columns([text_field]),
         text_field=text_field,
         seed=seed,
-        files=files,
-        sha256=_combine_hashes(list(files.values())),
+        file_hashes=hash_by_file,
+        sha256=_combine_hashes(list(hash_by_file.values())),
     )
 
 
@@ -209,27 +210,29 @@ def is_local(name: str) -> bool:
     Raises:
         UsageError: ``name`` is the path of a missing file or folder.
     """
-    return is_retrieval_source(name) or (name != MANUALS and bool(_find_local_files(name)))
+    return is_retrieval_source(name) or (name != MANUALS_SOURCE and bool(_find_local_files(name)))
 
 
 def refuse_overlap(
-    training_shares: Sequence[tuple[Source, float]],
-    validation_shares: Sequence[tuple[Source, float]],
+    training_source_shares: Sequence[tuple[Source, float]],
+    validation_source_shares: Sequence[tuple[Source, float]],
 ) -> None:
     """Raise a UsageError if a training file and a validation file have the same content.
 
-    ``training_shares`` and ``validation_shares`` are pairs (source, share). Sources with a
-    share of 0 are not checked, because they contribute no documents.
+    ``training_source_shares`` and ``validation_source_shares`` are pairs (source, share). Sources
+    with a share of 0 are not checked, because they contribute no documents.
     """
     training_sources, validation_sources = (
         [source for source, share in source_shares if share]
-        for source_shares in (training_shares, validation_shares)
+        for source_shares in (training_source_shares, validation_source_shares)
     )
     source_by_hash = {
-        file_hash: source.name for source in training_sources for file_hash in source.files.values()
+        file_hash: source.name
+        for source in training_sources
+        for file_hash in source.file_hashes.values()
     }
     for source in validation_sources:
-        for file, file_hash in source.files.items():
+        for file, file_hash in source.file_hashes.items():
             if file_hash in source_by_hash:
                 raise UsageError(
                     f"validation must contain other documents than data, got {source.name!r} and "
@@ -239,30 +242,41 @@ def refuse_overlap(
 
 
 def _find_local_files(name: str) -> list[Path]:
-    """Return the file, or the files in the folder, at path ``name``; [] if ``name`` is no path.
+    """Return the files of a source that is a local file or folder.
+
+    Returns [] if ``name`` looks like the name of a data set on the hub.
 
     Raises:
-        UsageError: the path does not exist, or its files have unknown or different suffixes.
+        UsageError: ``name`` looks like a path that does not exist, or the files have unknown or
+            different suffixes.
     """
-    path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(FILE_READERS)
-    if not path.is_file() and not path.is_dir():
-        is_path = path.suffix in FILE_READERS or path.is_absolute() or name.startswith((".", "~"))
-        # refuse FOLDER:CONFIG: `_open_hub` passes the part before ":" to the package `datasets`,
-        # which would read the local folder instead of a data set on the hub
+    source_path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(FILE_READER_BY_SUFFIX)
+    if not source_path.is_file() and not source_path.is_dir():
+        is_path = (
+            source_path.suffix in FILE_READER_BY_SUFFIX
+            or source_path.is_absolute()
+            or name.startswith((".", "~"))
+        )
+        # refuse FOLDER:CONFIG: `_open_hub_dataset` passes the part before ":" to the package
+        # `datasets`, which would read the local folder instead of a data set on the hub
         if is_path or Path(name.split(":")[0]).is_dir():
-            raise _missing_path_error(name)
+            raise _make_missing_path_error(name)
         return []
-    local_files = [path]
-    if path.is_dir():
+    local_files = [source_path]
+    if source_path.is_dir():
         readable_files = (
-            file for file in path.rglob("*") if file.suffix in FILE_READERS and not file.is_dir()
+            file
+            for file in source_path.rglob("*")
+            if file.suffix in FILE_READER_BY_SUFFIX and not file.is_dir()
         )
         # hidden files are often backups of editors
         local_files = sorted(
-            file for file in readable_files if "/." not in f"/{file.relative_to(path).as_posix()}"
+            file
+            for file in readable_files
+            if "/." not in f"/{file.relative_to(source_path).as_posix()}"
         )
     found_suffixes = sorted({file.suffix for file in local_files})
-    if len(found_suffixes) != 1 or found_suffixes[0] not in FILE_READERS:
+    if len(found_suffixes) != 1 or found_suffixes[0] not in FILE_READER_BY_SUFFIX:
         raise UsageError(
             f"source {name!r} must be a file of {suffixes_text}, or a folder of files of one of "
             f"these kinds, got {' and '.join(found_suffixes) or 'no'} files."
@@ -270,7 +284,7 @@ def _find_local_files(name: str) -> list[Path]:
     return local_files
 
 
-def _missing_path_error(name: str) -> UsageError:
+def _make_missing_path_error(name: str) -> UsageError:
     """Return the error for a source name that is neither a path nor a data set on the hub."""
     return UsageError(
         f"source must be an existing file or folder, got {name!r}. Give the path of a file or "
@@ -278,26 +292,29 @@ def _missing_path_error(name: str) -> UsageError:
     )
 
 
-def _open_hub(name: str, split: str, streaming: bool) -> tuple[Any, str | None]:
+def _open_hub_dataset(name: str, split: str, streaming: bool) -> tuple[Any, str | None]:
     """Return the data set ``name`` of the hub, and the hash of its commit or None if unknown."""
     from datasets import load_dataset, load_dataset_builder
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-    path, _, config = name.partition(":")
-    if path in _PACKAGED_DATASETS_MODULES:
+    dataset_name, _, config_name = name.partition(":")
+    if dataset_name in _PACKAGED_DATASETS_MODULES:
         # for a name such as "json", datasets would read all JSON files in the working directory
-        raise _missing_path_error(name)
-    commit = load_dataset_builder(path, config or None).hash
-    return load_dataset(path, config or None, split=split, streaming=streaming), commit
+        raise _make_missing_path_error(name)
+    commit_hash = load_dataset_builder(dataset_name, config_name or None).hash
+    return load_dataset(
+        dataset_name, config_name or None, split=split, streaming=streaming
+    ), commit_hash
 
 
-def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
-    """Open ``files``, which have the same suffix, with `datasets`; None if all files are empty.
+def _open_files(hash_by_file: dict[Path, str], streaming: bool, **dataset_options: Any) -> Any:
+    """Open files of the same suffix with `datasets`; return None if all files are empty.
 
     Args:
-        files: SHA-256 of each file by path. The cache of datasets has the SHA-256 in its key.
+        hash_by_file: path and SHA-256 of each file. The SHA-256 is part of the key of the cache of
+            datasets.
         streaming: True to return an IterableDataset instead of a Dataset.
-        options: further arguments of the reader.
+        dataset_options: further arguments of the reader.
 
     Raises:
         ValueError: a file is compressed.
@@ -306,57 +323,60 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.utils.extract import Extractor
 
-    reader, reader_options = FILE_READERS[next(iter(files)).suffix]
+    reader_name, reader_options = FILE_READER_BY_SUFFIX[next(iter(hash_by_file)).suffix]
     # datasets fails for empty files without rows; an empty text file is a document that is skipped
-    nonempty = {
+    nonempty_files = {
         os.path.abspath(file): (file_hash,)
-        for file, file_hash in files.items()
-        if file.stat().st_size or (reader == "from_text" and len(files) > 1)
+        for file, file_hash in hash_by_file.items()
+        if file.stat().st_size or (reader_name == "from_text" and len(hash_by_file) > 1)
     }
-    for file in nonempty:
+    for file in nonempty_files:
         # the cache of datasets does not notice a change of a compressed file
-        if reader != "from_parquet" and Extractor.infer_extractor_format(file):
+        if reader_name != "from_parquet" and Extractor.infer_extractor_format(file):
             raise ValueError(f"{Path(file).name} is compressed")
-    if not nonempty:
+    if not nonempty_files:
         return None
     # lists of paths and hashes, because datasets would expand a str as a pattern, and use the time
     # stamp of the file as the key of its cache
-    data_files = DataFilesDict(train=DataFilesList(list(nonempty), list(nonempty.values())))
+    data_files = DataFilesDict(
+        train=DataFilesList(list(nonempty_files), list(nonempty_files.values()))
+    )
     # unlike load_dataset, the methods of Dataset do not report their use to a server
-    return getattr(Dataset, reader)(
-        data_files, split="train", streaming=streaming, **reader_options, **options
+    return getattr(Dataset, reader_name)(
+        data_files, split="train", streaming=streaming, **reader_options, **dataset_options
     )
 
 
 def _convert_read_errors(
-    name: str, files: Sequence[Path], text_field: str
+    source_name: str, files: Sequence[Path], text_field: str
 ) -> AbstractContextManager[None]:
     """Return a context manager that converts errors inside its block to a UsageError.
 
-    The message names the source ``name``. If the source has several ``files``, the message also
-    names the first file that cannot be read or has no field ``text_field``.
+    The message names the source ``source_name``. If the source has several ``files``, the message
+    also names the first file that cannot be read or has no field ``text_field``.
     """
 
     def format_message(reported_error: Exception) -> str:
-        file_name, features = "", None
+        file_name, row_features = "", None
         for file in files if len(files) > 1 else ():
             try:
-                dataset = _open_files({file: ""}, True, features=features)
+                dataset = _open_files({file: ""}, True, features=row_features)
                 if any(text_field not in row for row in dataset or ()):
                     raise ValueError(f"it has no field {text_field!r}")
             except Exception as file_error:
                 file_name, reported_error = f"{file.name}: ", file_error
                 break
-            features = features or (dataset and dataset.features)
+            row_features = row_features or (dataset and dataset.features)
         # errors of datasets often have the original error as their cause
         reported_error = reported_error.__cause__ or reported_error
-        reason = (
+        error_text = (
             reported_error.details()
             if hasattr(reported_error, "details")
             else first_line(reported_error)
         )
         return (
-            f"source {name!r} cannot be read ({file_name}{reason}). Give readable files or another "
+            f"source {source_name!r} cannot be read ({file_name}{error_text}). Give readable "
+            "files or another "
             "data set."
         )
 
@@ -374,7 +394,7 @@ def find_first_held_out(source: TextSource, tokenizer: Any, hold_out_every: int)
     dataset_rows = (
         source.dataset if source.num_documents is not None else copy.deepcopy(source.dataset)
     )
-    with _convert_read_errors(source.name, [*source.files], source.text_field):
+    with _convert_read_errors(source.name, [*source.file_hashes], source.text_field):
         for document_index, row in enumerate(dataset_rows):
             text = row.get(source.text_field)
             text_start = text.strip()[:NUM_CHECKED_CHARACTERS] if isinstance(text, str) else ""
@@ -383,7 +403,7 @@ def find_first_held_out(source: TextSource, tokenizer: Any, hold_out_every: int)
     return 0
 
 
-class Texts:
+class TextIterator:
     """An endless iterator over the texts of a source, in a new random order each epoch.
 
     All rows of a data set are shuffled. A stream is shuffled within blocks of `STREAM_BLOCK_TEXTS`
@@ -411,69 +431,71 @@ class Texts:
             )
         self._source, self._document_filter = source, document_filter
         self._seed = f"finetune/{salt}/{source.seed}"
-        self._first: State = {"epoch": 0, "row": 0, "block": 0}
+        self._first_position: State = {"epoch": 0, "row": 0, "block": 0}
         if source.num_documents is None:
             # copied, because each reader of the same source needs its own position
             self._dataset = copy.deepcopy(source.dataset)
-            self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
+            self._first_position["dataset"] = copy.deepcopy(self._dataset.state_dict())
         elif not document_filter.selects(np.arange(source.num_documents)).any():
             raise self._make_no_documents_error()
-        self.load_state_dict({"begun": self._first, "taken": 0})
+        self.load_state_dict({"begun": self._first_position, "taken": 0})
 
     @property
     def epoch(self) -> int:
         """Return the number of complete passes over the texts."""
-        return self._next["epoch"]
+        return self._next_position["epoch"]
 
     def __next__(self) -> str:
-        if self._taken == len(self._texts):
-            self._begun, self._taken = self._next, 0
+        if self._num_taken_texts == len(self._texts):
+            self._block_position, self._num_taken_texts = self._next_position, 0
             self._texts = self._read_texts()
-        self._taken += 1
-        return self._texts[self._taken - 1]
+        self._num_taken_texts += 1
+        return self._texts[self._num_taken_texts - 1]
 
     def iterate_at_most_two_epochs(self) -> Iterator[str]:
         """Yield texts to the end of the next epoch, so that each text is yielded at least once."""
         first_epoch = self.epoch
         while self.epoch <= first_epoch + 1:
-            yield Texts.__next__(self)
+            yield TextIterator.__next__(self)
 
     def state_dict(self) -> State:
         """Return the position of the next text as a JSON-able dict.
 
         The position is the start of the current block, and the number of texts read from the block.
         """
-        return {"begun": self._begun, "taken": self._taken}
+        return {"begun": self._block_position, "taken": self._num_taken_texts}
 
     def load_state_dict(self, state: State) -> None:
         """Set the position to a result of `state_dict`."""
-        self._begun, self._taken = state["begun"], state["taken"]
-        self._set_position(self._begun)
-        self._texts = self._read_texts() if self._taken else []
+        self._block_position, self._num_taken_texts = state["begun"], state["taken"]
+        self._set_position(self._block_position)
+        self._texts = self._read_texts() if self._num_taken_texts else []
 
     def _set_position(self, position: State) -> None:
         """Make ``position`` the position from which `_read_block` reads the next block."""
-        self._next, source = position, self._source
+        self._next_position, source = position, self._source
         if source.num_documents is None:
             self._dataset.load_state_dict(copy.deepcopy(position["dataset"]))
             self._rows = enumerate(self._dataset, position["row"])
             return
-        order = np.flatnonzero(self._document_filter.selects(np.arange(source.num_documents)))
-        if source.shuffle:
-            seed = random.Random(f"{self._seed}/{position['epoch']}").getrandbits(32)
+        document_order = np.flatnonzero(
+            self._document_filter.selects(np.arange(source.num_documents))
+        )
+        if source.is_shuffled:
+            order_seed = random.Random(f"{self._seed}/{position['epoch']}").getrandbits(32)
             # RandomState returns the same numbers in every version of numpy
-            order = np.random.RandomState(seed).permutation(order)
-        document_indices = order[position["row"] :].tolist()
+            document_order = np.random.RandomState(order_seed).permutation(document_order)
+        document_indices = document_order[position["row"] :].tolist()
         self._rows = ((index, source.dataset[index]) for index in document_indices)
 
     def _read_texts(self) -> list[str]:
         """Return the texts of the next block, which may be the first block of the next epoch."""
         with _convert_read_errors(
-            self._source.name, [*self._source.files], self._source.text_field
+            self._source.name, [*self._source.file_hashes], self._source.text_field
         ):
             texts = self._read_block()
-            if not texts and self._next["block"]:
-                self._set_position({**self._first, "epoch": self.epoch + 1})
+            if not texts and self._next_position["block"]:
+                self._set_position({**self._first_position, "epoch": self.epoch + 1})
                 texts = self._read_block()
         if not texts:
             raise self._make_no_documents_error()
@@ -485,7 +507,7 @@ class Texts:
         A block is one text of a data set, or up to `STREAM_BLOCK_TEXTS` texts of a stream.
         """
         texts: list[str] = []
-        position, is_stream = dict(self._next), self._source.num_documents is None
+        position, is_stream = dict(self._next_position), self._source.num_documents is None
         for row_number, row in self._rows:
             position["row"] += 1
             if self._document_filter.selects(row_number):
@@ -496,11 +518,11 @@ class Texts:
             # the position is not stored for an empty block: if no row was read after
             # load_state_dict, the state of a stream of datasets would be that of the first row
             position["dataset"] = copy.deepcopy(self._dataset.state_dict())
-            if self._source.shuffle:
-                seed = f"{self._seed}/{position['epoch']}/{position['block']}"
-                random.Random(seed).shuffle(texts)
+            if self._source.is_shuffled:
+                block_seed = f"{self._seed}/{position['epoch']}/{position['block']}"
+                random.Random(block_seed).shuffle(texts)
         position["block"] += bool(texts)
-        self._next = position
+        self._next_position = position
         return texts
 
     def _check_text(self, text: Any, document_index: int) -> str:
@@ -532,32 +554,34 @@ class Texts:
         )
 
 
-class TextDocuments(Texts):
+class TextDocuments(TextIterator):
     """An endless iterator over the tokenized texts of a source, as `Document` objects.
 
     A document has the leading special tokens of the tokenizer, the text, and the end-of-text token.
-    Texts with fewer than two tokens are skipped. Arguments are those of `Texts`.
+    Texts with fewer than two tokens are skipped. Arguments are those of `TextIterator`.
     """
 
-    never_cut = False  # a document may continue in the next sequence
+    is_never_cut = False  # a document may continue in the next sequence
 
     def __init__(
         self, source: TextSource, document_filter: DocumentFilter, salt: str, tokenizer: Any
     ) -> None:
         super().__init__(source, document_filter, salt, tokenizer)
-        self._tokenizer, end_token = tokenizer, tokenizer.eos_token_id
-        self._before, self._after = (
+        self._tokenizer, end_of_text_token = tokenizer, tokenizer.eos_token_id
+        self._leading_tokens, self._trailing_tokens = (
             leading_tokens(tokenizer),
-            () if end_token is None else (end_token,),
+            () if end_of_text_token is None else (end_of_text_token,),
         )
 
     def __next__(self) -> Document:
         for text in self.iterate_at_most_two_epochs():
             text_tokens = self._tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"]
             if len(text_tokens) >= 2:
-                tokens = np.asarray((*self._before, *text_tokens, *self._after), dtype=np.int32)
-                arrays = tokens, np.append(tokens[1:], np.int32(IGNORED_LABEL))
-                return Document(len(tokens), lambda arrays=arrays: arrays)
+                tokens = np.asarray(
+                    (*self._leading_tokens, *text_tokens, *self._trailing_tokens), dtype=np.int32
+                )
+                token_arrays = tokens, np.append(tokens[1:], np.int32(IGNORED_LABEL))
+                return Document(len(tokens), lambda token_arrays=token_arrays: token_arrays)
         document_phrase, remedy_phrase = "documents", "or leave the source out"
         if self._document_filter.selects_held_out and self._document_filter.hold_out_every > 1:
             document_phrase, remedy_phrase = (
@@ -581,7 +605,7 @@ class RetrievalDocuments:
         document_filter: held-out documents, or all others; both have different seeds.
         salt: seed of the documents, in addition to the seed of the source.
         tokenizer: the tokenizer of the model.
-        length: tokens of a sequence, and of a document if ``source.length`` is None.
+        sequence_tokens: tokens of a sequence, and of a document if ``source.length`` is None.
         text_sources: sources of the filler text, used in turn; without sources the filler text
             consists of the sentences in `NOISE_SENTENCES`.
 
@@ -590,7 +614,7 @@ class RetrievalDocuments:
     """
 
     epoch = None  # there are always new synthetic documents
-    never_cut = True  # because a question in a later piece would be separated from its key
+    is_never_cut = True  # because a question in a later piece would be separated from its key
 
     def __init__(
         self,
@@ -598,32 +622,34 @@ class RetrievalDocuments:
         document_filter: DocumentFilter,
         salt: str,
         tokenizer: Any,
-        length: int,
+        sequence_tokens: int,
         text_sources: Sequence[TextSource],
     ) -> None:
-        self._source, self._tokenizer, self._index = source, tokenizer, 0
-        self._length = source.length or length
-        if self._length > length:
+        self._source, self._tokenizer, self._document_index = source, tokenizer, 0
+        self._length = source.length or sequence_tokens
+        if self._length > sequence_tokens:
             raise UsageError(
-                f"source {source.name!r} must have documents of at most {length} tokens, the "
+                f"source {source.name!r} must have documents of at most {sequence_tokens} tokens, "
+                "the "
                 f"length of a sequence, got {self._length}. Give it a smaller length."
             )
         self._seed = f"{salt}/{source.seed}/{document_filter.selects_held_out}"
         salt = f"{salt}/{source.name}"
         self._filler_texts = [
-            Texts(text_source, document_filter, salt, tokenizer) for text_source in text_sources
+            TextIterator(text_source, document_filter, salt, tokenizer)
+            for text_source in text_sources
         ]
         # raise errors for a length that is too small before training starts
-        for index in range(len(source.kinds)):
-            self.make_arrays(index, ())
+        for document_index in range(len(source.kinds)):
+            self.make_arrays(document_index, ())
 
     def __next__(self) -> Document:
-        index, excerpts = self._index, self._draw_excerpts()
-        self._index += 1
-        return Document(self._length, lambda: self.make_arrays(index, excerpts))
+        document_index, excerpts = self._document_index, self._draw_excerpts()
+        self._document_index += 1
+        return Document(self._length, lambda: self.make_arrays(document_index, excerpts))
 
-    def make_arrays(self, index: int, excerpts: Sequence[str]) -> TokenArrays:
-        """Return tokens and labels of document ``index``.
+    def make_arrays(self, document_index: int, excerpts: Sequence[str]) -> TokenArrays:
+        """Return tokens and labels of document ``document_index``.
 
         ``excerpts`` are the filler text; without excerpts, its sentences are those in
         `NOISE_SENTENCES`.
@@ -634,11 +660,11 @@ class RetrievalDocuments:
         kinds = self._source.kinds
         try:
             document = make_retrieval_document(
-                kind=kinds[index % len(kinds)],
+                kind=kinds[document_index % len(kinds)],
                 tokenizer=self._tokenizer,
                 sentences=list(_split_excerpts(excerpts)) or NOISE_SENTENCES,
                 length=self._length,
-                index=index,
+                index=document_index,
                 seed=self._seed,
             )
         except ValueError as error:
@@ -647,9 +673,9 @@ class RetrievalDocuments:
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full_like(tokens, IGNORED_LABEL)
-        for start, end in document.answers:
+        for answer_start, answer_end in document.answers:
             # labels are shifted: token i predicts token i + 1
-            labels[start - 1 : end - 1] = tokens[start:end]
+            labels[answer_start - 1 : answer_end - 1] = tokens[answer_start:answer_end]
         return tokens, labels
 
     def _draw_excerpts(self) -> list[str]:
@@ -659,30 +685,33 @@ class RetrievalDocuments:
         """
         if not self._filler_texts:
             return []
-        cycle_index = self._index // len(self._source.kinds)
-        rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
-        num_missing, excerpts = self._length * CHARACTERS_PER_TOKEN, []
+        cycle_index = self._document_index // len(self._source.kinds)
+        rng = random.Random(f"finetune/{self._seed}/text/{self._document_index}")
+        num_missing_characters, excerpts = self._length * CHARACTERS_PER_TOKEN, []
         for text in self._filler_texts[
             cycle_index % len(self._filler_texts)
         ].iterate_at_most_two_epochs():
-            start = rng.randrange(max(1, len(text) - num_missing))
-            excerpt = text[start : start + num_missing]
+            excerpt_start = rng.randrange(max(1, len(text) - num_missing_characters))
+            excerpt = text[excerpt_start : excerpt_start + num_missing_characters]
             if excerpt.strip():
                 excerpts.append(excerpt)
-                num_missing -= len(excerpt)
-            if num_missing <= 0:
+                num_missing_characters -= len(excerpt)
+            if num_missing_characters <= 0:
                 break
         return excerpts
 
     def state_dict(self) -> State:
         """Return the JSON-able position of the next document."""
-        return {"index": self._index, "texts": [each.state_dict() for each in self._filler_texts]}
+        return {
+            "index": self._document_index,
+            "texts": [text_iterator.state_dict() for text_iterator in self._filler_texts],
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Set the position to a result of `state_dict`."""
-        self._index = state["index"]
-        for texts, position in zip(self._filler_texts, state["texts"], strict=True):
-            texts.load_state_dict(position)
+        self._document_index = state["index"]
+        for text_iterator, text_position in zip(self._filler_texts, state["texts"], strict=True):
+            text_iterator.load_state_dict(text_position)
 
 
 def _split_excerpts(excerpts: Sequence[str]) -> Iterator[str]:

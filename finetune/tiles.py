@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cab_hf.finetune.settings import TILE, TILED_ABOVE
+from cab_hf.finetune.settings import DEFAULT_TILE_TOKENS, MAX_UNTILED_TOKENS
 
-MLP_NAMES = ("mlp", "feed_forward")  # names of attributes with an MLP
-NORM_SUFFIXES = ("RMSNorm", "LayerNorm")  # suffixes of the class names of norms
+MLP_ATTRIBUTES = ("mlp", "feed_forward")  # names of attributes with an MLP
+NORM_CLASS_SUFFIXES = ("RMSNorm", "LayerNorm")  # suffixes of the class names of norms
 # Python modules whose classes compute each element, or each token, independently
 ELEMENTWISE_MODULES = (
     "torch.nn.modules.activation",
@@ -32,37 +32,48 @@ ELEMENTWISE_MODULES = (
 )
 
 
-def choose_tile_tokens(tokens: int, requested_tokens: int | None) -> int:
+def choose_tile_tokens(num_tokens: int, requested_tile_tokens: int | None) -> int:
     """Return the number of tokens per tile; 0: no tiles.
 
     Args:
-        tokens: tokens of a micro batch in a process.
-        requested_tokens: tokens per tile; None: `TILE` above `TILED_ABOVE` tokens, else no tiles.
+        num_tokens: tokens of a micro batch in a process.
+        requested_tile_tokens: tokens per tile; None: `DEFAULT_TILE_TOKENS` above
+            `MAX_UNTILED_TOKENS` tokens, else no tiles.
     """
-    if requested_tokens is None:
-        return TILE if tokens > TILED_ABOVE else 0
-    return requested_tokens
+    if requested_tile_tokens is None:
+        return DEFAULT_TILE_TOKENS if num_tokens > MAX_UNTILED_TOKENS else 0
+    return requested_tile_tokens
 
 
-def compute_in_tiles(model: nn.Module, tokens: int) -> None:
+def compute_in_tiles(model: nn.Module, tile_tokens: int) -> None:
     """Make MLPs, norms and adapters of ``model`` compute in tiles.
 
-    A tile of an MLP has ``tokens`` tokens. A tile of a norm or an adapter has the same number of
-    elements, and therefore more tokens. Gradients equal the gradients without tiles up to rounding.
-    Each tile has its own dropout mask, which the backward pass repeats. The MLPs of
+    A tile of an MLP has ``tile_tokens`` tokens. A tile of a norm or an adapter has the same number
+    of elements, and therefore more tokens. Gradients equal the gradients without tiles up to
+    rounding. Each tile has its own dropout mask, which the backward pass repeats. The MLPs of
     `find_untiled_mlps` still compute all tokens at once.
     """
-    modules = {}
-    for name, module in model.named_modules():
-        is_inside_tiled = name.startswith(tuple(f"{outer}." for outer in modules))
-        if not is_inside_tiled and _is_row_wise(name, module):
-            modules[name] = module
-    max_channels = {name: _max_channels(module) for name, module in modules.items()}
-    mlp_channels = [num_channels for name, num_channels in max_channels.items() if _is_mlp(name)]
-    max_elements = tokens * max(mlp_channels or max_channels.values())
-    for name, module in modules.items():
-        forward = type(module).forward.__get__(module)
-        module.forward = partial(_apply_in_tiles, forward, max_elements, max_channels[name])
+    tiled_modules = {}
+    for module_name, module in model.named_modules():
+        is_inside_tiled = module_name.startswith(
+            tuple(f"{outer_name}." for outer_name in tiled_modules)
+        )
+        if not is_inside_tiled and _is_row_wise(module_name, module):
+            tiled_modules[module_name] = module
+    max_channels_by_name = {
+        module_name: _get_max_channels(module) for module_name, module in tiled_modules.items()
+    }
+    max_channels_of_mlps = [
+        max_channels
+        for module_name, max_channels in max_channels_by_name.items()
+        if _is_mlp(module_name)
+    ]
+    max_elements = tile_tokens * max(max_channels_of_mlps or max_channels_by_name.values())
+    for module_name, module in tiled_modules.items():
+        untiled_forward = type(module).forward.__get__(module)
+        module.forward = partial(
+            _apply_in_tiles, untiled_forward, max_elements, max_channels_by_name[module_name]
+        )
 
 
 def find_untiled_mlps(model: nn.Module) -> list[str]:
@@ -70,25 +81,27 @@ def find_untiled_mlps(model: nn.Module) -> list[str]:
 
     Such MLPs are mixtures of experts, and MLPs with parameters outside of linear layers.
     """
-    mlps = [module for name, module in model.named_modules() if _is_mlp(name)]
-    return list(dict.fromkeys(type(mlp).__name__ for mlp in mlps if not _is_plain(mlp)))
+    mlps = [module for module_name, module in model.named_modules() if _is_mlp(module_name)]
+    return list(dict.fromkeys(type(mlp).__name__ for mlp in mlps if not _is_plain_mlp(mlp)))
 
 
-def _is_mlp(name: str) -> bool:
+def _is_mlp(module_name: str) -> bool:
     """Return True if the module with this full name is an MLP."""
-    return name.rpartition(".")[2] in MLP_NAMES
+    return module_name.rpartition(".")[2] in MLP_ATTRIBUTES
 
 
-def _is_row_wise(name: str, module: nn.Module) -> bool:
+def _is_row_wise(module_name: str, module: nn.Module) -> bool:
     """Return True for an MLP, a norm or an adapter that computes each token independently."""
     class_name = type(getattr(module, "original_module", module)).__name__
     # norms of queries may have a 2-D weight, with a row per head
-    is_norm = class_name.endswith(NORM_SUFFIXES) and all(x.ndim == 1 for x in module.parameters())
+    is_norm = class_name.endswith(NORM_CLASS_SUFFIXES) and all(
+        parameter.ndim == 1 for parameter in module.parameters()
+    )
     is_adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
-    return is_norm or is_adapter or (_is_mlp(name) and _is_plain(module))
+    return is_norm or is_adapter or (_is_mlp(module_name) and _is_plain_mlp(module))
 
 
-def _max_channels(module: nn.Module) -> int:
+def _get_max_channels(module: nn.Module) -> int:
     """Return the largest number of input or output channels of a linear layer in ``module``.
 
     Returns 0 if ``module`` has no linear layers.
@@ -97,11 +110,13 @@ def _max_channels(module: nn.Module) -> int:
     return max((max(layer.in_features, layer.out_features) for layer in linear_layers), default=0)
 
 
-def _is_plain(mlp: nn.Module) -> bool:
+def _is_plain_mlp(mlp: nn.Module) -> bool:
     """Return True if an MLP consists of linear layers, adapters and activations only."""
     other_modules = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
     parameter_names = [
-        name for module in other_modules for name, _ in module.named_parameters(recurse=False)
+        parameter_name
+        for module in other_modules
+        for parameter_name, _ in module.named_parameters(recurse=False)
     ]
     leaf_modules = (module for module in other_modules if next(module.children(), None) is None)
     return not parameter_names and all(
@@ -110,40 +125,45 @@ def _is_plain(mlp: nn.Module) -> bool:
 
 
 def _apply_in_tiles(
-    forward: Callable[..., Tensor], max_elements: int, max_channels: int, *args: Any, **kwargs: Any
+    untiled_forward: Callable[..., Tensor],
+    max_elements: int,
+    max_channels: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """Apply ``forward`` to a tensor x [..., D] in tiles of rows.
+    """Apply ``untiled_forward`` to a tensor x [..., D] in tiles of rows.
 
-    A call with several arguments or keyword arguments is passed to ``forward`` without tiles.
+    A call with several arguments or keyword arguments is passed to ``untiled_forward`` without
+    tiles.
 
     Args:
-        forward: the method of the module.
+        untiled_forward: the method of the module.
         max_elements: largest number of elements of a tile.
         max_channels: largest number of channels of a row inside the module. The rows of a tile are
             limited by max(max_channels, D).
         args, kwargs: arguments of the call.
     """
     if len(args) != 1 or kwargs:
-        return forward(*args, **kwargs)
-    (x,) = args
-    input_rows = x.reshape(1, -1, x.shape[-1])
-    rows_per_tile = max(1, max_elements // max(max_channels, x.shape[-1]))
+        return untiled_forward(*args, **kwargs)
+    (module_input,) = args
+    input_rows = module_input.reshape(1, -1, module_input.shape[-1])
+    rows_per_tile = max(1, max_elements // max(max_channels, module_input.shape[-1]))
     if input_rows.shape[1] <= rows_per_tile:
-        return forward(x)
-    has_gradients = torch.is_grad_enabled()
+        return untiled_forward(module_input)
+    needs_gradients = torch.is_grad_enabled()
     # rows are saved before the first tile: an outer checkpoint stops recomputing after the last
     # saved tensor, and therefore does not compute tiles
-    saved_rows = _SavedRows(input_rows, rows_per_tile) if has_gradients else None
+    saved_rows = _SavedRows(input_rows, rows_per_tile) if needs_gradients else None
     outputs = []
     for tile_index, tile in enumerate(input_rows.split(rows_per_tile, 1)):
-        if not has_gradients:
-            outputs.append(forward(tile))
+        if not needs_gradients:
+            outputs.append(untiled_forward(tile))
             continue
         # hooks must not refer to a tile, because the autograd graph keeps hooks in memory
         pack_hook = partial(_pack_tile, tile_index, tile.data_ptr())
         with saved_tensors_hooks(pack_hook, saved_rows.unpack_tile):
-            outputs.append(checkpoint(forward, tile, use_reentrant=False))
-    return torch.cat(outputs, 1).view(*x.shape[:-1], -1)
+            outputs.append(checkpoint(untiled_forward, tile, use_reentrant=False))
+    return torch.cat(outputs, 1).view(*module_input.shape[:-1], -1)
 
 
 def _pack_tile(tile_index: int, tile_address: int, tensor: Tensor) -> int | Tensor:
@@ -160,29 +180,29 @@ class _SavedRows:
     """
 
     def __init__(self, input_rows: Tensor, rows_per_tile: int) -> None:
-        # the argument ``anchor`` requires a gradient, so that autograd creates a node that saves
-        # ``input_rows`` and that `_output` references
-        self._output = _SaveRows.apply(torch.empty(0, requires_grad=True), input_rows)
+        # ``anchor``, the first argument, requires a gradient, so that autograd creates a node. The
+        # node saves ``input_rows``, and `_output` references the node
+        self._output = _SaveRowsFunction.apply(torch.empty(0, requires_grad=True), input_rows)
         self._rows_per_tile = rows_per_tile
         self._tiles: tuple[Tensor, ...] | None = None
 
-    def unpack_tile(self, packed: int | Tensor) -> Tensor:
-        """Return the tile with number ``packed``, or ``packed`` itself if it is a tensor."""
-        if isinstance(packed, Tensor):
-            return packed
+    def unpack_tile(self, index_or_tensor: int | Tensor) -> Tensor:
+        """Return the tile with this index; return a tensor unchanged."""
+        if isinstance(index_or_tensor, Tensor):
+            return index_or_tensor
         if self._tiles is None:
             # read once for all tiles, because an outer checkpoint returns a saved tensor only once
             (input_rows,) = self._output.grad_fn.saved_tensors
             self._tiles = input_rows.detach().split(self._rows_per_tile, 1)
-        return self._tiles[packed]
+        return self._tiles[index_or_tensor]
 
 
-class _SaveRows(torch.autograd.Function):
-    """An autograd function that saves ``x`` in its node, and returns an empty tensor."""
+class _SaveRowsFunction(torch.autograd.Function):
+    """An autograd function that saves ``input_rows`` in its node, and returns an empty tensor."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, anchor: Tensor, input_rows: Tensor) -> Tensor:
+        ctx.save_for_backward(input_rows)
         return anchor.new_empty(0)
 
     @staticmethod

@@ -22,12 +22,12 @@ from cab_hf.calibration.density import (
     require_reachable_target,
 )
 from cab_hf.call.call import Call
-from cab_hf.checks import is_share, is_whole, require, require_finite
+from cab_hf.checks import is_share, is_whole_number, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.data.documents import Document, insert_copies, make_recall_document
 from cab_hf.data.needles import Tokens, split_sentences
 from cab_hf.experiment.offline_models import built_in_text
-from cab_hf.hf.fit import layer_index, max_positions, origin_of, read_int_field, require_layers
+from cab_hf.hf.fit import layer_index, make_origin, max_positions, read_int_field, require_layers
 from cab_hf.hf.layers import attention_layers, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches.switch import Settings, apply_cab, to_cab_config
@@ -36,13 +36,13 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 
 # defaults of `calibrate`
-TARGET_DENSITY = 0.25
-LENGTH = 8192
-DOCUMENTS = 3
+DEFAULT_TARGET_DENSITY = 0.25
+DEFAULT_LENGTH_TOKENS = 8192
+DEFAULT_NUM_DOCUMENTS = 3
 # number of keys per document: numbers of named persons that the document states and repeats
-KEYS = 12
+KEYS_PER_DOCUMENT = 12
 # number of passages per document that the document contains twice
-NUM_COPIES = 4
+COPIES_PER_DOCUMENT = 4
 # tokens per passage
 PASSAGE_TOKENS = 128
 # first tokens of a copy, from which a model recognises the passage. They have no needles
@@ -55,12 +55,12 @@ def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,
     texts: str | Sequence[str] | None = None,
-    target_density: float = TARGET_DENSITY,
+    target_density: float = DEFAULT_TARGET_DENSITY,
     *,
     config: Settings | None = None,
     anchors: int | None = None,
     length: int | None = None,
-    documents: int = DOCUMENTS,
+    documents: int = DEFAULT_NUM_DOCUMENTS,
     seed: int = 0,
 ) -> CabConfig:
     """Fit ``mass_threshold`` to a target density of ``model``, and apply the result to ``model``.
@@ -101,7 +101,7 @@ def calibrate(
             exceed the positions of the model. The model must have a sparse layer and finite
             outputs. With ``anchors``, all layers must have the same numbers of heads.
     """
-    _require_numbers(
+    _require_valid_numbers(
         target_density=target_density,
         anchors=anchors,
         length=length,
@@ -113,7 +113,7 @@ def calibrate(
     config = cab_config_of(text_config) if config is None else to_cab_config(config)
     require_layers(config, text_config)
     max_length = max_positions(text_config)
-    length = length or min(LENGTH, max_length or LENGTH)
+    length = length or min(DEFAULT_LENGTH_TOKENS, max_length or DEFAULT_LENGTH_TOKENS)
     requirement = f"at most {max_length}, the number of positions of the model"
     require(max_length is None or length <= max_length, "length", length, requirement)
     measured_documents = _build_documents(
@@ -123,14 +123,14 @@ def calibrate(
     _require_in_vocabulary(largest_token, read_int_field(text_config, "vocab_size"))
     require_reachable_target(config, target_density, length)
     # an upper bound: some layers that cannot be sparse are detected only when they are called
-    num_sparse = sum(
+    num_sparse_layers = sum(
         layer not in config.dense_layers and window(module) is None
         for layer, module in attention_layers(model)
     )
-    if anchors is not None and num_sparse:
-        anchor_calibration.require_num_anchors(anchors, num_sparse)
-    with tqdm(desc="calibrate", total=documents * num_sparse, unit="layer") as progress_bar:
-        fit_threshold_of = partial(
+    if anchors is not None and num_sparse_layers:
+        anchor_calibration.require_num_anchors(anchors, num_sparse_layers)
+    with tqdm(desc="calibrate", total=documents * num_sparse_layers, unit="layer") as progress_bar:
+        fit_config_threshold = partial(
             _fit_threshold,
             model,
             measured_documents,
@@ -138,7 +138,7 @@ def calibrate(
             on_layer_done=progress_bar.update,
         )
         if anchors is None:
-            fitted_config = fit_threshold_of(config)
+            fitted_config = fit_config_threshold(config)
         else:
             coverages = [
                 measure_coverage(
@@ -149,22 +149,22 @@ def calibrate(
             fitted_config = anchor_calibration.fit_cascade(
                 config,
                 anchor_calibration.average_coverage([coverage for _, coverage in coverages]),
-                layers=coverages[0][0],
+                sparse_layers=coverages[0][0],
                 num_layers=text_config.num_hidden_layers,
                 num_anchors=anchors,
-                target=target_density,
+                target_density=target_density,
             )
             if fitted_config.mass_threshold == anchor_calibration.THRESHOLDS[-1]:
                 # the comparison of anchors tries few thresholds, and the lowest can be too high for
                 # the target; search the threshold of the cascade without this limit
-                progress_bar.total += documents * num_sparse
-                fitted_config = fit_threshold_of(fitted_config)
-    fitted_config = dataclasses.replace(fitted_config, origin=origin_of(text_config, length))
+                progress_bar.total += documents * num_sparse_layers
+                fitted_config = fit_config_threshold(fitted_config)
+    fitted_config = dataclasses.replace(fitted_config, origin=make_origin(text_config, length))
     apply_cab(model, fitted_config)
     return fitted_config
 
 
-def _require_numbers(
+def _require_valid_numbers(
     *,
     target_density: float,
     anchors: int | None,
@@ -175,9 +175,18 @@ def _require_numbers(
     """Raise a ValueError for a number that is invalid as an argument of `calibrate`."""
     is_density = is_share(target_density) and target_density > 0
     require(is_density, "target_density", target_density, "in (0, 1]")
-    for name, count in (("documents", documents), ("anchors", anchors), ("length", length)):
-        is_left_out = count is None and name != "documents"
-        require(is_left_out or is_whole(count), name, count, "a whole number >= 1")
+    for argument_name, argument_value in (
+        ("documents", documents),
+        ("anchors", anchors),
+        ("length", length),
+    ):
+        is_left_out = argument_value is None and argument_name != "documents"
+        require(
+            is_left_out or is_whole_number(argument_value),
+            argument_name,
+            argument_value,
+            "a whole number >= 1",
+        )
     is_seed = isinstance(seed, int) and not isinstance(seed, bool)
     require(is_seed, "seed", seed, "a whole number")
 
@@ -237,16 +246,21 @@ def _build_documents(
         return [
             add_needles(
                 make_recall_document(
-                    tokenizer, sentences, length=length, keys=KEYS, index=index, seed=seed
+                    tokenizer,
+                    sentences,
+                    length=length,
+                    num_keys=KEYS_PER_DOCUMENT,
+                    index=document_index,
+                    seed=seed,
                 )
             )
-            for index in range(num_documents)
+            for document_index in range(num_documents)
         ]
     except ValueError as error:
         # the original message recommends fewer keys, which the user cannot change
         raise ValueError(
-            f"length must have room for {KEYS} hidden keys per document, got {length}. Pass a "
-            "larger length, or texts with shorter sentences."
+            f"length must have room for {KEYS_PER_DOCUMENT} hidden keys per document, got "
+            f"{length}. Pass a larger length, or texts with shorter sentences."
         ) from error
 
 
@@ -274,12 +288,12 @@ def _measure_layers(
     Returns:
         Results of ``measure_layer`` by index of the layer.
     """
-    measurements: dict[int, Any] = {}
+    measurement_by_layer: dict[int, Any] = {}
 
     def observe_call(call: Call) -> None:
         q, k = call.q, call.k
-        for x in (q, k):
-            require_finite(x, "dense")
+        for tensor in (q, k):
+            require_finite(tensor, "dense")
         if call.mask.window is not None:
             return
         layer = layer_index(call.layer)
@@ -292,13 +306,13 @@ def _measure_layers(
         if layer in config.dense_layers:
             return
         ranges = KeyRanges.causal(1, q.shape[2], k.shape[2], q.device)
-        measurements[layer] = measure_layer(q, k, call.context(ranges))
+        measurement_by_layer[layer] = measure_layer(q, k, call.make_layer_context(ranges))
         on_layer_done()
 
-    ids = torch.tensor([tokens], device=model.device)
+    input_ids = torch.tensor([tokens], device=model.device)
     with observe_calls(model, observe_call):
-        require_finite(model(ids, use_cache=False, logits_to_keep=1).logits, "dense")
-    return measurements
+        require_finite(model(input_ids, use_cache=False, logits_to_keep=1).logits, "dense")
+    return measurement_by_layer
 
 
 def add_needles(document: Document) -> tuple[Tokens, Needles]:
@@ -311,20 +325,20 @@ def add_needles(document: Document) -> tuple[Tokens, Needles]:
             is the statement of the key. The needle of a query inside a copy is the same token in
             the passage, and the token after it.
     """
-    document, copies = insert_copies(document, NUM_COPIES, PASSAGE_TOKENS)
+    document, copied_passages = insert_copies(document, COPIES_PER_DOCUMENT, PASSAGE_TOKENS)
     # (index of the query, first token of its needle, index after the last token of its needle)
     needle_rows = [
-        (query, needle_start, needle_stop)
+        (query_index, needle_start, needle_stop)
         for (needle_start, needle_stop), (answer_start, answer_end) in zip(
             document.needles, document.answers, strict=True
         )
         # a token predicts the digit after it
-        for query in range(answer_start - 1, answer_end - 1)
+        for query_index in range(answer_start - 1, answer_end - 1)
     ]
     needle_rows += [
-        (copy_start + offset, passage_start + offset, passage_start + offset + 2)
-        for passage_start, copy_start in copies
-        for offset in range(COPY_PREFIX_TOKENS, PASSAGE_TOKENS - 1, NEEDLE_STRIDE_TOKENS)
+        (copy_start + token_offset, passage_start + token_offset, passage_start + token_offset + 2)
+        for passage_start, copy_start in copied_passages
+        for token_offset in range(COPY_PREFIX_TOKENS, PASSAGE_TOKENS - 1, NEEDLE_STRIDE_TOKENS)
     ]
     return document.tokens, Needles(*torch.tensor(needle_rows).unbind(1))
 
@@ -355,31 +369,36 @@ def measure_coverage(
     """
     head_counts: set[tuple[int, int]] = set()
 
-    def measure(q: Tensor, k: Tensor, context: LayerContext) -> list[LayerMeasurement]:
+    def measure_layer_coverage(
+        q: Tensor, k: Tensor, context: LayerContext
+    ) -> list[LayerMeasurement]:
         head_counts.add((q.shape[1], k.shape[1]))
-        device_needles = Needles(*(x.to(q.device) for x in needles))
+        device_needles = Needles(*(needle_tensor.to(q.device) for needle_tensor in needles))
         return anchor_calibration.measure_layer(q, k, context, config, device_needles)
 
-    with _measure_input_changes(model) as importance:
-        measurements = _measure_layers(
-            model, tokens, config, measure_layer=measure, on_layer_done=on_layer_done
+    with _measure_input_changes(model) as importance_by_layer:
+        measurement_by_layer = _measure_layers(
+            model, tokens, config, measure_layer=measure_layer_coverage, on_layer_done=on_layer_done
         )
-    if not measurements:
+    if not measurement_by_layer:
         raise ValueError(
             "anchors must be left out for a model without sparse layers. None of the layers "
             "attends sparsely, so none can be an anchor."
         )
     if len(head_counts) > 1:
-        listing = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(head_counts))
+        head_counts_text = ", ".join(
+            f"{num_heads} query heads over {num_kv_heads} KV heads"
+            for num_heads, num_kv_heads in sorted(head_counts)
+        )
         raise ValueError(
             "anchors must be left out for a model whose layers differ in their heads, got layers "
-            f"with {listing}. Calibrate without anchors."
+            f"with {head_counts_text}. Calibrate without anchors."
         )
-    layers = sorted(measurements)
-    weights = [importance[layer] for layer in layers]
-    layers_by_threshold = zip(*(measurements[layer] for layer in layers), strict=True)
+    layers = sorted(measurement_by_layer)
+    layer_weights = [importance_by_layer[layer] for layer in layers]
+    layers_by_threshold = zip(*(measurement_by_layer[layer] for layer in layers), strict=True)
     return layers, [
-        anchor_calibration.compute_coverage(threshold_measurements, weights)
+        anchor_calibration.compute_coverage(threshold_measurements, layer_weights)
         for threshold_measurements in layers_by_threshold
     ]
 
@@ -393,22 +412,24 @@ def _measure_input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]
         and output are hidden states. The dict is empty at first; a forward pass inside the ``with``
         statement fills the dict.
     """
-    changes: dict[int, float] = {}
-    module_names = {id(module): name for name, module in model.named_modules()}
+    change_by_layer: dict[int, float] = {}
+    module_names = {id(module): module_name for module_name, module in model.named_modules()}
 
-    def record_change(index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record_change(
+        decoder_layer_index: int, _: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         layer_input = args[0] if args else kwargs["hidden_states"]
         layer_output = output[0] if isinstance(output, tuple) else output
-        cosine = F.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
-        changes[index] = float(1 - cosine.mean())
+        cosine_similarity = F.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
+        change_by_layer[decoder_layer_index] = float(1 - cosine_similarity.mean())
 
-    with ExitStack() as hooks:
-        for index, module in attention_layers(model):
+    with ExitStack() as hook_stack:
+        for decoder_layer_index, module in attention_layers(model):
             parent_name = module_names[id(module)].rpartition(".")[0]
             # a decoder layer with two attention modules has them in a list
             while isinstance(model.get_submodule(parent_name), nn.ModuleList):
                 parent_name = parent_name.rpartition(".")[0]
-            hook = partial(record_change, index)
-            layer = model.get_submodule(parent_name)
-            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
-        yield changes
+            hook = partial(record_change, decoder_layer_index)
+            decoder_layer = model.get_submodule(parent_name)
+            hook_stack.enter_context(decoder_layer.register_forward_hook(hook, with_kwargs=True))
+        yield change_by_layer

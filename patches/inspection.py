@@ -11,15 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf import capability
-from cab_hf.batching.served import unbatchable_reason
+from cab_hf.batching.served import find_unbatchable_reason
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.validate import unsupported_reason
-from cab_hf.checks import is_whole, require
+from cab_hf.call.validate import find_unsupported_feature
+from cab_hf.checks import is_whole_number, require
 from cab_hf.config import (
     CAB_PREDICTORS,
     FRC_PREDICTOR,
-    NAMES,
-    SPARSE,
+    IMPLEMENTATION_NAMES,
+    SPARSE_IMPLEMENTATIONS,
     CabConfig,
     num_typical_queries,
 )
@@ -56,62 +56,79 @@ def describe(
         ValueError: ``tokens`` is below 1, ``cab_config`` is invalid, or ``model`` is not a model.
     """
     model = transformers_model(model)
-    require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
-    is_switch = training is None or isinstance(training, bool)
-    require(is_switch, "training", training, "True, False or None")
+    require(
+        tokens is None or is_whole_number(tokens), "tokens", tokens, "a whole number >= 1, or None"
+    )
+    is_valid_switch = training is None or isinstance(training, bool)
+    require(is_valid_switch, "training", training, "True, False or None")
     text_config = model.config.get_text_config()
-    name = text_config._attn_implementation
-    if name not in NAMES:
-        return f"attn_implementation is {name!r}, so cab_hf computes no layer."
+    implementation = text_config._attn_implementation
+    if implementation not in IMPLEMENTATION_NAMES:
+        return f"attn_implementation is {implementation!r}, so cab_hf computes no layer."
     config = cab_config_of(text_config)
     tokens = tokens or getattr(text_config, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
-    is_sparse = name in SPARSE
-    lines = [_settings_line(name, config, tokens)]
+    is_sparse = implementation in SPARSE_IMPLEMENTATIONS
+    description_lines = [_format_settings_line(implementation, config, tokens)]
     if is_sparse:
-        lines += _gpu_lines(next(model.parameters()).device, model.dtype)
-    layers = [
+        description_lines += _make_gpu_lines(next(model.parameters()).device, model.dtype)
+    described_layers = [
         (
-            _layer_text(
-                module, config, model.dtype, tokens=tokens, training=training, sparse=is_sparse
+            _describe_layer(
+                module,
+                config,
+                model.dtype,
+                prompt_tokens=tokens,
+                is_training=training,
+                is_sparse=is_sparse,
             ),
-            index,
+            layer_index,
         )
-        for index, module in attention_layers(model)
+        for layer_index, module in attention_layers(model)
     ]
-    if not layers:
-        lines.append("  no layer is known to attend causally, and layers that do not are refused.")
-    for description, equal_layers in groupby(layers, key=itemgetter(0)):
-        first_index, *other_indices = [index for _, index in equal_layers]
-        subject = (
-            f"layers {first_index}-{other_indices[-1]}" if other_indices else f"layer {first_index}"
+    if not described_layers:
+        description_lines.append(
+            "  no layer is known to attend causally, and layers that do not are refused."
         )
-        if first_index is None:
-            subject = "layers that occur several times"
-        lines.append(f"  {subject}: {description}")
-    if is_sparse and layers:
-        lines.append(f"  decode: {_decode_text(model, config)}")
-    if layers:
-        reason = unbatchable_reason(model)
-        batching = f"refused, {reason}" if reason else "each sequence by itself, decode dense"
-        lines.append(f"  generate_batch: {batching}")
-    return "\n".join(lines)
+    for description, equal_layers in groupby(described_layers, key=itemgetter(0)):
+        first_layer_index, *other_layer_indices = [layer_index for _, layer_index in equal_layers]
+        layers_text = (
+            f"layers {first_layer_index}-{other_layer_indices[-1]}"
+            if other_layer_indices
+            else f"layer {first_layer_index}"
+        )
+        if first_layer_index is None:
+            layers_text = "layers that occur several times"
+        description_lines.append(f"  {layers_text}: {description}")
+    if is_sparse and described_layers:
+        description_lines.append(f"  decode: {_describe_decode(model, config)}")
+    if described_layers:
+        refusal_reason = find_unbatchable_reason(model)
+        batching_text = (
+            f"refused, {refusal_reason}"
+            if refusal_reason
+            else "each sequence by itself, decode dense"
+        )
+        description_lines.append(f"  generate_batch: {batching_text}")
+    return "\n".join(description_lines)
 
 
-def _settings_line(name: str, config: CabConfig, tokens: int) -> str:
+def _format_settings_line(implementation: str, config: CabConfig, prompt_tokens: int) -> str:
     """Return the first line of `describe`: attention implementation, settings, prompt length."""
-    if name not in SPARSE:
-        return f"cab_dense: exact attention; a prompt of {tokens} tokens:"
+    if implementation not in SPARSE_IMPLEMENTATIONS:
+        return f"cab_dense: exact attention; a prompt of {prompt_tokens} tokens:"
     block_text = f"blocks {config.query_block} x {config.key_block}"
     origin = config.origin
     calibration_text = ""
     if origin is not None:
         calibration_text = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
-    settings_text = f"{name}: predictor {config.predictor}{_budget_text(config)}, {block_text}"
-    return f"{settings_text}; a prompt of {tokens} tokens{calibration_text}:"
+    settings_text = (
+        f"{implementation}: predictor {config.predictor}{_format_budget(config)}, {block_text}"
+    )
+    return f"{settings_text}; a prompt of {prompt_tokens} tokens{calibration_text}:"
 
 
-def _gpu_lines(device: torch.device, dtype: torch.dtype) -> list[str]:
+def _make_gpu_lines(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a list with the line of `describe` about a GPU on which CAB was not measured.
 
     The list is empty on Hopper, the measured architecture, and on a CPU without
@@ -145,7 +162,7 @@ def _gpu_lines(device: torch.device, dtype: torch.dtype) -> list[str]:
     ]
 
 
-def _budget_text(config: CabConfig) -> str:
+def _format_budget(config: CabConfig) -> str:
     """Return the settings that limit the selected blocks; "" for predictors of other packages."""
     if config.predictor == FRC_PREDICTOR:
         return f" ({config.curvature}: sparsity {config.sparsity})"
@@ -154,29 +171,29 @@ def _budget_text(config: CabConfig) -> str:
     sample_text = (
         f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
     )
-    stride = config.typical_key_stride
-    sample_text += f" queries on every {stride}th key" if stride > 3 else " queries"
-    sample_text += {2: " on every 2nd key"}.get(stride, "")
+    key_stride = config.typical_key_stride
+    sample_text += f" queries on every {key_stride}th key" if key_stride > 3 else " queries"
+    sample_text += {2: " on every 2nd key"}.get(key_stride, "")
     limit_text = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
     anchor_text = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
     return f" ({anchor_text}{sample_text}, {limit_text})"
 
 
-def _anchor_text(config: CabConfig, module: nn.Module) -> str:
+def _format_anchor(config: CabConfig, module: nn.Module) -> str:
     """Return the words of `describe` about the anchor of a layer; "" without a cascade.
 
     The anchor is the layer of the cascade that selects the blocks of this layer.
     """
-    layer = getattr(module, "layer_idx", None)
-    if config.predictor != "cascade" or layer is None:
+    layer_index = getattr(module, "layer_idx", None)
+    if config.predictor != "cascade" or layer_index is None:
         return ""
-    anchor = find_anchor(config, layer)
-    if anchor is None:
+    anchor_index = find_anchor(config, layer_index)
+    if anchor_index is None:
         return ", refused: no anchor before it"
-    return ", an anchor" if anchor == layer else f", the blocks of layer {anchor}"
+    return ", an anchor" if anchor_index == layer_index else f", the blocks of layer {anchor_index}"
 
 
-def _decode_text(model: PreTrainedModel, config: CabConfig) -> str:
+def _describe_decode(model: PreTrainedModel, config: CabConfig) -> str:
     """Return the words of `describe` about decode steps.
 
     They give the number of keys that a sparse step reads and the size of the index of keys, or the
@@ -190,7 +207,9 @@ def _decode_text(model: PreTrainedModel, config: CabConfig) -> str:
     layers = list(attention_layers(model))
     # a dict without values, as an ordered set
     dense_reasons: dict[str, None] = {}
-    refusal_reason = next(filter(None, (unsupported_reason(module) for _, module in layers)), None)
+    refusal_reason = next(
+        filter(None, (find_unsupported_feature(module) for _, module in layers)), None
+    )
     if refusal_reason is not None:
         return f"refused, {refusal_reason}"
     try:
@@ -200,18 +219,20 @@ def _decode_text(model: PreTrainedModel, config: CabConfig) -> str:
         return "dense, transformers makes no cache for this model"
     # bytes per token and KV head, summed over layers
     cache_bytes = index_bytes = 0
-    for layer, module in layers:
+    for layer_index, module in layers:
         key_dim = head_dim(module)
         # on the meta device, because only the shape of the index is needed
-        key = torch.empty(1, 1, 1, key_dim, dtype=model.dtype, device="meta")
-        cache_bytes += (key_dim + getattr(module, "v_head_dim", key_dim)) * key.element_size()
-        reason = why_no_selection(module, config)
-        if reason is None and not has_index(indexed_cache, layer):
-            reason = "their cache layers cannot have an index"
-        if reason is None:
-            index_bytes += index_keys(key, slow_channels(module, key_dim)).nbytes
+        sample_key = torch.empty(1, 1, 1, key_dim, dtype=model.dtype, device="meta")
+        cache_bytes += (
+            key_dim + getattr(module, "v_head_dim", key_dim)
+        ) * sample_key.element_size()
+        dense_reason = why_no_selection(module, config)
+        if dense_reason is None and not has_index(indexed_cache, layer_index):
+            dense_reason = "their cache layers cannot have an index"
+        if dense_reason is None:
+            index_bytes += index_keys(sample_key, slow_channels(module, key_dim)).nbytes
         else:
-            dense_reasons[reason] = None
+            dense_reasons[dense_reason] = None
     if not index_bytes:
         return f"dense, no layer selects keys ({'; '.join(dense_reasons)})"
     num_keys_text = (
@@ -245,22 +266,22 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
         ValueError: ``model`` is not a model.
     """
     density_rows = []
-    for index, module in attention_layers(transformers_model(model)):
+    for layer_index, module in attention_layers(transformers_model(model)):
         pair_counts = attended_pairs.pop(module, None) if reset else attended_pairs.get(module)
         num_attended, num_causal = (0, 0) if pair_counts is None else pair_counts.tolist()
         density = None if pair_counts is None else num_attended / max(1, num_causal)
-        density_rows.append({"layer": index, "density": density})
+        density_rows.append({"layer": layer_index, "density": density})
     return density_rows
 
 
-def _layer_text(
+def _describe_layer(
     module: nn.Module,
     config: CabConfig,
     dtype: torch.dtype,
     *,
-    tokens: int,
-    training: bool,
-    sparse: bool,
+    prompt_tokens: int,
+    is_training: bool,
+    is_sparse: bool,
 ) -> str:
     """Return the words of `describe` about one attention layer.
 
@@ -268,18 +289,18 @@ def _layer_text(
         module: the attention layer.
         config: the settings.
         dtype: dtype of q, k and v.
-        tokens: tokens of the prompt.
-        training: True to describe a forward pass with gradients.
-        sparse: True for "cab" and "cab_frc", False for "cab_dense".
+        prompt_tokens: tokens of the prompt.
+        is_training: True to describe a forward pass with gradients.
+        is_sparse: True for "cab" and "cab_frc", False for "cab_dense".
     """
-    reason = unsupported_reason(module)
-    if reason is not None:
-        return f"refused, {reason}"
-    work = Workload(
+    refusal_reason = find_unsupported_feature(module)
+    if refusal_reason is not None:
+        return f"refused, {refusal_reason}"
+    workload = Workload(
         device=next(module.parameters()).device.type,
         head_dim=head_dim(module),
         dtype=dtype,
-        training=training,
+        training=is_training,
         query_block=config.query_block,
         key_block=config.key_block,
         sinks=getattr(module, "sinks", None) is not None,
@@ -287,21 +308,21 @@ def _layer_text(
         num_heads=read_int_field(module.config, "num_attention_heads"),
     )
     prompt_mask = MaskInfo(
-        batch=1, q_length=tokens, kv_length=tokens, q_offset=0, window=window(module)
+        batch=1, q_length=prompt_tokens, kv_length=prompt_tokens, q_offset=0, window=window(module)
     )
-    chosen_route = route(prompt_mask, config, work, sparse=sparse, layer=module)
+    chosen_route = route(prompt_mask, config, workload, is_sparse=is_sparse, layer=module)
     if chosen_route.method == "sparse":
         description = (
-            f"sparse, engine {chosen_route.engine.label(work)}{_anchor_text(config, module)}"
+            f"sparse, engine {chosen_route.engine.label(workload)}{_format_anchor(config, module)}"
         )
-        if training and config.sampled_one_in:
+        if is_training and config.sampled_one_in:
             description += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
         description_parts = ["dense"]
-        if chosen_route.reason:
-            description_parts.append(chosen_route.reason)
+        if chosen_route.dense_reason:
+            description_parts.append(chosen_route.dense_reason)
         # if a reason is shown, SDPA is the usual kernel and is not named
-        if not chosen_route.reason or chosen_route.engine is not SDPA:
+        if not chosen_route.dense_reason or chosen_route.engine is not SDPA:
             description_parts.append(chosen_route.engine.name)
         description = ", ".join(description_parts)
     is_causal = getattr(module, "is_causal", True)

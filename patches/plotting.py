@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cab_hf.call.call import Call
-from cab_hf.call.scope import set_during_calls
+from cab_hf.call.scope import set_context_during_calls
 from cab_hf.checks import require
-from cab_hf.config import SPARSE, block_sizes
+from cab_hf.config import SPARSE_IMPLEMENTATIONS, block_sizes
 from cab_hf.dispatch import select_blocks
 from cab_hf.hf.fit import read_int_field
 from cab_hf.hf.layers import attention_layers, transformers_model
@@ -30,7 +30,7 @@ MAX_COLUMNS = 4
 PANEL_INCHES = 3.5
 
 
-class _PlanFound(Exception):
+class _PlanSelected(Exception):
     """An exception that ends the forward pass after the drawn layer has selected its blocks."""
 
 
@@ -67,41 +67,41 @@ def plot_plan(
         ) from error
     plan, num_heads = _select_plan(model, input_ids, layer)
     if heads is None:
-        panels = {f"layer {layer}, {num_heads} heads": plan}
+        plan_by_title = {f"layer {layer}, {num_heads} heads": plan}
     else:
         # number of query heads for which the plan has one common list of blocks
         group_size = plan.shared_by(num_heads)
-        panels = {
+        plan_by_title = {
             f"layer {layer}, head {head}": plan.select_heads([head // group_size])
-            for head in _head_indices(heads, num_heads)
+            for head in _parse_head_indices(heads, num_heads)
         }
-    num_columns = min(len(panels), MAX_COLUMNS)
-    num_rows = -(-len(panels) // num_columns)
+    num_columns = min(len(plan_by_title), MAX_COLUMNS)
+    num_rows = -(-len(plan_by_title) // num_columns)
     figure = Figure(
         figsize=(PANEL_INCHES * num_columns + 1, PANEL_INCHES * num_rows), layout="constrained"
     )
     axes = figure.subplots(num_rows, num_columns, squeeze=False).flat
     is_invisible = ~block_visibility(plan.ranges, plan.query_block, plan.key_block)[0].cpu()
     # left, right, bottom and top in tokens
-    extent = 0, plan.kv_blocks * plan.key_block, plan.q_blocks * plan.query_block, 0
-    for (title, panel_plan), panel_axes in zip(panels.items(), axes, strict=False):
+    extent_tokens = 0, plan.kv_blocks * plan.key_block, plan.q_blocks * plan.query_block, 0
+    for (title, panel_plan), panel_axes in zip(plan_by_title.items(), axes, strict=False):
         head_share = (
             panel_plan.to_dense()[0].float().mean(0).cpu().masked_fill(is_invisible, torch.nan)
         )
-        image = panel_axes.imshow(
+        heat_map = panel_axes.imshow(
             head_share.numpy(),
             cmap="viridis",
-            extent=extent,
+            extent=extent_tokens,
             vmin=0,
             vmax=1,
             interpolation="nearest",
         )
-        density = f"density {panel_plan.density():.2f}"
-        panel_axes.set(title=f"{title}\n{density}", xlabel="key", ylabel="query")
-    for panel_axes in axes[len(panels) :]:
+        density_text = f"density {panel_plan.density():.2f}"
+        panel_axes.set(title=f"{title}\n{density_text}", xlabel="key", ylabel="query")
+    for panel_axes in axes[len(plan_by_title) :]:
         panel_axes.remove()
     if heads is None:
-        figure.colorbar(image, ax=axes[0], label="share of heads")
+        figure.colorbar(heat_map, ax=axes[0], label="share of heads")
     return figure
 
 
@@ -115,16 +115,18 @@ def _to_index(value: Any) -> int | None:
         return None
 
 
-def _head_indices(heads: Any, num_heads: int) -> list[int]:
+def _parse_head_indices(heads: Any, num_heads: int) -> list[int]:
     """Return ``heads`` as ints, or raise a ValueError if an item of ``heads`` is no query head."""
     try:
-        indices = [_to_index(head) for head in heads]
+        head_indices = [_to_index(head) for head in heads]
     except TypeError:
         # a number, or a tensor or an array without dimensions
-        indices = []
-    are_valid_heads = bool(indices) and all(index in range(num_heads) for index in indices)
+        head_indices = []
+    are_valid_heads = bool(head_indices) and all(
+        head_index in range(num_heads) for head_index in head_indices
+    )
     require(are_valid_heads, "heads", heads, f"a list of query heads, 0 to {num_heads - 1}")
-    return indices
+    return head_indices
 
 
 def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
@@ -136,7 +138,7 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
     is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     require(is_integer, "input_ids", dtype, "a tensor of integers, such as torch.int64")
     vocabulary_size = read_int_field(model.config.get_text_config(), "vocab_size")
-    lowest_token, highest_token = (int(bound) for bound in input_ids.aminmax())
+    lowest_token, highest_token = (int(token) for token in input_ids.aminmax())
     is_in_vocabulary = lowest_token >= 0 and (
         vocabulary_size is None or highest_token < vocabulary_size
     )
@@ -164,31 +166,33 @@ def _select_plan(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple
     inner_model = transformers_model(model)
     _require_prompt(input_ids, inner_model)
     implementation = inner_model.config.get_text_config()._attn_implementation
-    requirement = f"{' or '.join(SPARSE)}, as cab_hf.apply_cab sets it"
-    require(implementation in SPARSE, "attn_implementation", implementation, requirement)
-    modules = dict(attention_layers(inner_model))
+    requirement = f"{' or '.join(SPARSE_IMPLEMENTATIONS)}, as cab_hf.apply_cab sets it"
+    require(
+        implementation in SPARSE_IMPLEMENTATIONS, "attn_implementation", implementation, requirement
+    )
+    module_by_layer = dict(attention_layers(inner_model))
     layer_index = _to_index(layer)
-    requirement = f"the index of an attention layer, one of {[*modules]}"
+    requirement = f"the index of an attention layer, one of {[*module_by_layer]}"
     # the index of a module that serves several layers is None
     is_integer = layer is None or layer_index is not None
-    require(is_integer and layer_index in modules, "layer", layer, requirement)
-    plans: list[tuple[BlockPlan, int]] = []
+    require(is_integer and layer_index in module_by_layer, "layer", layer, requirement)
+    selected_plans: list[tuple[BlockPlan, int]] = []
 
     def select_and_stop(call: Call) -> None:
-        if call.layer is not modules[layer_index]:
+        if call.layer is not module_by_layer[layer_index]:
             return
         chosen_route = route(
             call.mask,
             call.config,
-            call.work,
-            sparse=call.sparse,
+            call.workload,
+            is_sparse=call.is_sparse,
             layer=call.layer,
-            index=call.index,
+            key_index=call.key_index,
         )
         if chosen_route.method != "sparse":
             raise ValueError(
                 f"layer must attend sparsely, got {layer_index}, which attends to every block: "
-                f"{chosen_route.reason}. Choose another layer, or change CabConfig."
+                f"{chosen_route.dense_reason}. Choose another layer, or change CabConfig."
             )
         query_block, key_block = block_sizes(chosen_route.config)
         layout = call.mask.layout(query_block, key_block, call.q.device)
@@ -199,14 +203,14 @@ def _select_plan(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple
             k=layout.keys(call.k),
             config=chosen_route.config,
         )
-        plans.append((plan, call.q.shape[1]))
-        raise _PlanFound
+        selected_plans.append((plan, call.q.shape[1]))
+        raise _PlanSelected
 
-    with set_during_calls(model, observer=select_and_stop), suppress(_PlanFound):
+    with set_context_during_calls(model, observer=select_and_stop), suppress(_PlanSelected):
         model(input_ids.to(inner_model.device, torch.int64), use_cache=False)
-    if not plans:
+    if not selected_plans:
         raise ValueError(
             f"layer must be a layer that {type(inner_model).__name__} runs for this prompt, got "
             f"{layer_index}. Choose another layer."
         )
-    return plans[0]
+    return selected_plans[0]

@@ -27,7 +27,7 @@ from cab_hf.predictors import make_predictor
 # accepted types of settings: a config, a dict of its fields, or the path of a calibration file
 Settings = CabConfig | Mapping[str, Any] | str | Path
 # attribute of a model with a list of `_SavedState`, the oldest first
-STATES_ATTRIBUTE = "_cab_found"
+SAVED_STATES_ATTRIBUTE = "_cab_found"
 
 
 @dataclasses.dataclass
@@ -94,11 +94,11 @@ def apply_cab(
             model does not use transformers' attention interface.
         NotImplementedError: the call switches a model on which continuous batching runs.
     """
-    state = _SavedState(_switch_on(model, config, overrides), is_with_block=False)
-    states = _saved_states(model)
+    saved_state = _SavedState(_switch_to_cab(model, config, overrides), is_with_block=False)
+    saved_states = _get_saved_states(model)
     # a second call keeps the settings from before the first call
-    if not states:
-        states.append(state)
+    if not saved_states:
+        saved_states.append(saved_state)
     return model
 
 
@@ -121,13 +121,13 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     require(isinstance(model, nn.Module), "model", model, "a PyTorch model")
     # the model with the states may be inside an adapter or a wrapper
     for module in model.modules():
-        states = vars(module).get(STATES_ATTRIBUTE)
-        if states:
-            _validate_restore_while_batching(module, states[0])
+        saved_states = vars(module).get(SAVED_STATES_ATTRIBUTE)
+        if saved_states:
+            _validate_restore_while_batching(module, saved_states[0])
             copy_configs(model)
-            restore_settings(states[0].saved_configs)
-            if not states[-1].is_with_block:
-                states.pop()
+            restore_settings(saved_states[0].saved_configs)
+            if not saved_states[-1].is_with_block:
+                saved_states.pop()
     return model
 
 
@@ -151,46 +151,48 @@ def cab(
         NotImplementedError: the block ends while continuous batching runs on the model. The model
             then stays switched, as after `apply_cab`: stop the manager and call `remove_cab`.
     """
-    state = _SavedState(_switch_on(model, config, overrides), is_with_block=True)
-    states = _saved_states(model)
-    states.append(state)
+    saved_state = _SavedState(_switch_to_cab(model, config, overrides), is_with_block=True)
+    saved_states = _get_saved_states(model)
+    saved_states.append(saved_state)
     try:
         yield model
     except BaseException:
         # not validated, because an error of `_validate_restore_while_batching` would hide this
         # error
-        _leave_context(model, states, state)
+        _leave_context(model, saved_states, saved_state)
         raise
-    if state is states[-1]:
+    if saved_state is saved_states[-1]:
         try:
-            _validate_restore_while_batching(transformers_model(model), state)
+            _validate_restore_while_batching(transformers_model(model), saved_state)
         except NotImplementedError:
-            state.is_with_block = False
-            if state is not states[0]:
-                states.remove(state)
+            saved_state.is_with_block = False
+            if saved_state is not saved_states[0]:
+                saved_states.remove(saved_state)
             raise
-    _leave_context(model, states, state)
+    _leave_context(model, saved_states, saved_state)
 
 
-def _validate_restore_while_batching(model: nn.Module, state: _SavedState) -> None:
-    """Raise a NotImplementedError if continuous batching forbids switching back to ``state``."""
-    for saved_config in state.saved_configs:
+def _validate_restore_while_batching(model: nn.Module, saved_state: _SavedState) -> None:
+    """Raise a NotImplementedError if continuous batching forbids restoring ``saved_state``."""
+    for saved_config in saved_state.saved_configs:
         validate_switch_while_batching(model, saved_config.implementation)
 
 
-def _leave_context(model: PreTrainedModel, states: list[_SavedState], state: _SavedState) -> None:
-    """End the ``with`` block of ``state``, and remove ``state`` from ``states``."""
-    index = states.index(state)
-    if state is states[-1]:
+def _leave_context(
+    model: PreTrainedModel, saved_states: list[_SavedState], saved_state: _SavedState
+) -> None:
+    """End the ``with`` block of ``saved_state``, and delete it from ``saved_states``."""
+    state_index = saved_states.index(saved_state)
+    if saved_state is saved_states[-1]:
         copy_configs(model)
-        restore_settings(state.saved_configs)
+        restore_settings(saved_state.saved_configs)
     else:
         # the block that started after this block restores the settings from before both blocks
-        states[index + 1].saved_configs = state.saved_configs
-    del states[index]
+        saved_states[state_index + 1].saved_configs = saved_state.saved_configs
+    del saved_states[state_index]
 
 
-def _switch_on(
+def _switch_to_cab(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[SavedConfig]:
     """Switch ``model`` to CAB; arguments as in `apply_cab`.
@@ -204,7 +206,9 @@ def _switch_on(
     text_config = inner_model.config.get_text_config()
     settings = cab_config_of(text_config) if config is None else to_cab_config(config)
     settings = settings.changed(**overrides)
-    keeps_frc = text_config._attn_implementation == CAB_FRC and settings.predictor == FRC_PREDICTOR
+    is_frc_kept = (
+        text_config._attn_implementation == CAB_FRC and settings.predictor == FRC_PREDICTOR
+    )
     # called before the switch, because these functions raise errors for settings that do not fit
     make_predictor(settings)
     require_origin(settings.origin, text_config)
@@ -214,7 +218,7 @@ def _switch_on(
     # set before `switch_implementation`, during which transformers validates ``cab_config``
     text_config.cab_config = settings.to_dict()
     try:
-        switch_implementation(inner_model, text_config, CAB_FRC if keeps_frc else "cab")
+        switch_implementation(inner_model, text_config, CAB_FRC if is_frc_kept else "cab")
     except BaseException:
         restore_settings(saved_configs)
         raise
@@ -262,7 +266,8 @@ def switch_implementation(
     """
     if text_config._attn_implementation != implementation:
         implementation_request = (
-            _nested_implementation(model.config, text_config, implementation) or implementation
+            _make_implementation_request(model.config, text_config, implementation)
+            or implementation
         )
         model.set_attn_implementation(implementation_request)
     if text_config._attn_implementation != implementation:
@@ -274,7 +279,7 @@ def switch_implementation(
         )
 
 
-def _nested_implementation(
+def _make_implementation_request(
     config: PreTrainedConfig, text_config: PreTrainedConfig, implementation: str
 ) -> Any:
     """Return the argument of ``set_attn_implementation`` that switches one config only.
@@ -290,52 +295,54 @@ def _nested_implementation(
     """
     if config is text_config:
         return implementation
-    for name in config.sub_configs:
-        sub_config = getattr(config, name, None)
+    for sub_config_name in config.sub_configs:
+        sub_config = getattr(config, sub_config_name, None)
         nested_request = (
             None
             if sub_config is None
-            else _nested_implementation(sub_config, text_config, implementation)
+            else _make_implementation_request(sub_config, text_config, implementation)
         )
         if nested_request:
-            return {name: nested_request}
+            return {sub_config_name: nested_request}
     return None
 
 
-def _saved_states(model: nn.Module) -> list[_SavedState]:
+def _get_saved_states(model: nn.Module) -> list[_SavedState]:
     """Return the list of saved states in an attribute of ``model``; create the list if missing.
 
     The list itself is returned, so that callers can change it in place.
     """
-    return vars(transformers_model(model)).setdefault(STATES_ATTRIBUTE, [])
+    return vars(transformers_model(model)).setdefault(SAVED_STATES_ATTRIBUTE, [])
 
 
 def copy_configs(model: nn.Module) -> list[SavedConfig]:
     """Replace all configs of ``model`` by copies that no other model shares.
 
     All modules of ``model`` that share a config object share its copy afterwards. Each
-    `_SavedState` of the model (`STATES_ATTRIBUTE`) also refers to the copies, so that a later
+    `_SavedState` of the model (`SAVED_STATES_ATTRIBUTE`) also refers to the copies, so that a later
     `restore_settings` changes the configs that the model then has.
 
     Returns:
         A `SavedConfig` for each copy, with the current values of the two fields.
     """
-    copies: dict[int, Any] = {}
+    deepcopy_memo: dict[int, Any] = {}
     for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, PreTrainedConfig):
-                vars(module)[name] = copy.deepcopy(value, copies)
+        for attribute_name, attribute_value in vars(module).items():
+            if isinstance(attribute_value, PreTrainedConfig):
+                vars(module)[attribute_name] = copy.deepcopy(attribute_value, deepcopy_memo)
     for module in model.modules():
-        for state in vars(module).get(STATES_ATTRIBUTE, ()):
-            for saved_config in state.saved_configs:
-                saved_config.config = copies.get(id(saved_config.config), saved_config.config)
-    # ``copies`` is the memo of deepcopy, which contains other objects too
+        for saved_state in vars(module).get(SAVED_STATES_ATTRIBUTE, ()):
+            for saved_config in saved_state.saved_configs:
+                saved_config.config = deepcopy_memo.get(
+                    id(saved_config.config), saved_config.config
+                )
+    # ``deepcopy_memo`` is the memo of deepcopy, which contains other objects too
     return [
         SavedConfig(
             config=config,
             implementation=config._attn_implementation,
             cab_config=config.cab_config,
         )
-        for config in copies.values()
+        for config in deepcopy_memo.values()
         if isinstance(config, PreTrainedConfig)
     ]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.batching.hooks import validate_switch_while_batching
 from cab_hf.call.call import Call
-from cab_hf.call.scope import set_during_calls
+from cab_hf.call.scope import set_context_during_calls
 from cab_hf.hf.layers import transformers_model
 from cab_hf.patches.switch import copy_configs, restore_settings, switch_implementation
 
@@ -33,7 +33,7 @@ def observe_calls(model: PreTrainedModel, observer: Callable[[Call], None]) -> I
     try:
         switch_implementation(inner_model, inner_model.config.get_text_config(), "cab_dense")
         model.eval()
-        with set_during_calls(model, observer=observer):
+        with set_context_during_calls(model, observer=observer):
             yield
     finally:
         restore_settings(saved_configs)
