@@ -40,8 +40,8 @@ def single_process_group(tmp_path):
     """Initialise torch.distributed with gloo and a world size of 1 during the test."""
     import torch
 
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    store_url = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store_url, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
@@ -54,14 +54,14 @@ def start_ranks(tmp_path):
     """
     from ranks import Ranks
 
-    started_ranks = []
+    started_pools = []
 
     def start(num_ranks, timeout=60):
-        started_ranks.append(Ranks(num_ranks, tmp_path, timeout))
-        return started_ranks[-1]
+        started_pools.append(Ranks(num_ranks, tmp_path, timeout))
+        return started_pools[-1]
 
     yield start
-    for ranks in started_ranks:
+    for ranks in started_pools:
         ranks.close()
 
 
@@ -97,5 +97,5 @@ def pytest_configure(config):
     import torch
 
     # tests compute many small matrix products, which more threads make slower
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // workers))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // num_workers))

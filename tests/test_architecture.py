@@ -7,20 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_model, tokens
 
 import cab_hf
 
 ROOT = Path(__file__).parents[1]
 # packages in import order: a module imports from its own layer and earlier layers. Two packages in
 # one string, separated by a space, are in the same layer
-LAYERS = [
+PACKAGE_LAYERS = [
     *("checks", "capability", "config", "hf", "experiment", "data", "plan", "break_even"),
     *("ops", "selection", "predictors", "call", "engines", "layers", "distributed", "decode"),
     *("route", "dispatch", "calibration", "batching vllm", "attention", "patches", "finetune"),
     "eval",
 ]
-LAYER_RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
+LAYER_RANKS = {
+    package: layer_rank
+    for layer_rank, layer_packages in enumerate(PACKAGE_LAYERS)
+    for package in layer_packages.split()
+}
 # modules that may import from all layers, because they import lazily by name
 LAZY_MODULES = {"__init__", "registration"}
 
@@ -30,12 +34,12 @@ def find_imports(source):
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "cab_hf":
-            for name in node.names:
-                yield cab_hf._MODULE_OF_NAME.get(name.name, f"cab_hf.{name.name}")
+            for alias in node.names:
+                yield cab_hf._MODULE_OF_NAME.get(alias.name, f"cab_hf.{alias.name}")
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield node.module
         elif isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "cab_hf":
             yield cab_hf._MODULE_OF_NAME.get(node.attr, f"cab_hf.{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -43,15 +47,21 @@ def find_imports(source):
             yield from re.findall(r"^cab_hf\.[\w.]+$", node.value)
 
 
-def find_upward_imports(path, source):
+def find_upward_imports(file_path, source):
     """Return the names of modules that a file imports from later layers, which is not allowed."""
-    parts = Path(path).with_suffix("").parts
-    layer = parts[1] if parts[0] == "cab_hf" else parts[0]
+    path_parts = Path(file_path).with_suffix("").parts
+    layer = path_parts[1] if path_parts[0] == "cab_hf" else path_parts[0]
     if layer in LAZY_MODULES:
         return set()
-    names = {name for name in find_imports(source) if re.match(r"cab_hf\.(?!__)", name)}
-    # a KeyError here means that a new module is missing in `LAYERS`
-    return {name for name in names if LAYER_RANKS[name.split(".")[1]] > LAYER_RANKS[layer]}
+    imported_modules = {
+        module for module in find_imports(source) if re.match(r"cab_hf\.(?!__)", module)
+    }
+    # a KeyError here means that a new module is missing in `PACKAGE_LAYERS`
+    return {
+        module
+        for module in imported_modules
+        if LAYER_RANKS[module.split(".")[1]] > LAYER_RANKS[layer]
+    }
 
 
 def test_imports_run_one_way():
@@ -59,12 +69,14 @@ def test_imports_run_one_way():
     for folder in ("cab_hf", "patches", "calibration", "finetune", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
             path = file.relative_to(ROOT).as_posix()
-            upward_imports |= {(path, name) for name in find_upward_imports(path, file.read_text())}
+            upward_imports |= {
+                (path, module) for module in find_upward_imports(path, file.read_text())
+            }
     assert not upward_imports
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("source", "upward_imports"),
     [
         ("from cab_hf.patches.switch import apply_cab", {"cab_hf.patches.switch"}),
         ("from cab_hf import apply_cab, plan", {"cab_hf.patches"}),
@@ -76,8 +88,8 @@ def test_imports_run_one_way():
         ("'call cab_hf.apply_cab(model)'; import_module('cab_hf.plan')", set()),
     ],
 )
-def test_upward_import_is_detected(source, expected):
-    assert find_upward_imports("cab_hf/engines/masked.py", source) == expected
+def test_upward_import_is_detected(source, upward_imports):
+    assert find_upward_imports("cab_hf/engines/masked.py", source) == upward_imports
 
 
 def test_ops_do_not_import_transformers():
@@ -87,37 +99,55 @@ def test_ops_do_not_import_transformers():
 
 def find_folder_imports(folder):
     """Return {module: modules of the same folder that it imports}, for a folder of cab_hf."""
-    files = {f"cab_hf.{folder}.{x.stem}": x for x in (ROOT / "cab_hf" / folder).glob("*.py")}
-    result = {}
-    for name, file in files.items():
+    file_by_module = {
+        f"cab_hf.{folder}.{file.stem}": file for file in (ROOT / "cab_hf" / folder).glob("*.py")
+    }
+    imports_by_module = {}
+    for module, file in file_by_module.items():
         nodes = ast.walk(ast.parse(file.read_text()))
         from_imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-        names = {f"{node.module}.{x.name}" for node in from_imports for x in node.names}
-        names |= set(find_imports(file.read_text()))
-        result[name] = {x for x in names if x in files and x != name}
-    return result
+        imported_names = {
+            f"{node.module}.{imported_name.name}"
+            for node in from_imports
+            for imported_name in node.names
+        }
+        imported_names |= set(find_imports(file.read_text()))
+        imports_by_module[module] = {
+            imported_name
+            for imported_name in imported_names
+            if imported_name in file_by_module and imported_name != module
+        }
+    return imports_by_module
 
 
-def find_cycle(graph):
+def find_cycle(import_graph):
     """Return the modules of an import graph that are in a cycle, or that import such modules."""
-    while graph:
-        leaves = {name for name, targets in graph.items() if not targets & graph.keys()}
-        if not leaves:
+    while import_graph:
+        leaf_modules = {
+            module
+            for module, imported_modules in import_graph.items()
+            if not imported_modules & import_graph.keys()
+        }
+        if not leaf_modules:
             break
-        graph = {name: targets for name, targets in graph.items() if name not in leaves}
-    return set(graph)
+        import_graph = {
+            module: imported_modules
+            for module, imported_modules in import_graph.items()
+            if module not in leaf_modules
+        }
+    return set(import_graph)
 
 
 @pytest.mark.parametrize("folder", ["call", "batching", "decode", "distributed"])
 def test_modules_of_a_folder_have_no_import_cycle(folder):
-    graph = find_folder_imports(folder)
-    assert any(graph.values())
-    assert not find_cycle(graph)
+    import_graph = find_folder_imports(folder)
+    assert any(import_graph.values())
+    assert not find_cycle(import_graph)
 
 
 def test_import_cycle_is_found():
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"b"}, "e": set()}
-    assert find_cycle(graph) == {"a", "b", "c", "d"}
+    import_graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"b"}, "e": set()}
+    assert find_cycle(import_graph) == {"a", "b", "c", "d"}
 
 
 # modules that "Files of one sparse prefill" in docs/house.md need not list: wrappers of
@@ -127,10 +157,12 @@ UNLISTED_FILES = {"registration.py", "batching/hooks.py", "batching/batch.py", "
 
 @torch.no_grad()
 def test_files_of_a_sparse_prefill_are_listed():
-    page = (ROOT / "docs" / "house.md").read_text()
-    section = page[page.index("### Files of one sparse prefill") : page.index("## Questions")]
-    listed_files = set(re.findall(r"`([\w/]+\.py)`", section))
-    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    page_text = (ROOT / "docs" / "house.md").read_text()
+    section_text = page_text[
+        page_text.index("### Files of one sparse prefill") : page_text.index("## Questions")
+    ]
+    listed_files = set(re.findall(r"`([\w/]+\.py)`", section_text))
+    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
     package_folder, called_files = Path(cab_hf.__file__).parent, set()
 
     def record_file(frame, event, argument):

@@ -6,10 +6,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from call_cases import MODEL_CALLS, compute_gradients, compute_logits, packed_position_ids, pad_left
-from marks import is_before, mark_slow_except
-from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
-from tiny_types import FIRST_TOKEN
+from call_cases import (
+    MODEL_CALLS,
+    compute_gradients,
+    compute_logits,
+    make_packed_position_ids,
+    pad_left,
+)
+from marks import is_transformers_before, mark_slow_except
+from tiny import FULL_BUDGET_CONFIG, MODEL_FAMILIES, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
+from tiny_types import FIRST_REGULAR_TOKEN
 from tiny_types import tiny_model as tiny_model_of
 from transformers import (
     AttentionInterface,
@@ -21,7 +27,7 @@ from cab_hf import BlockPlan, CabConfig, engines
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
-parametrize_family = pytest.mark.parametrize("family", FAMILIES)
+parametrize_family = pytest.mark.parametrize("family", MODEL_FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +46,18 @@ def one_layer_llama():
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize(("inputs", "is_real"), MODEL_CALLS.values(), ids=MODEL_CALLS)
 def test_full_budget_equals_sdpa(family, implementation, inputs, is_real):
-    if family == "llama4" and "position_ids" in inputs and is_before("5.24"):
+    if family == "llama4" and "position_ids" in inputs and is_transformers_before("5.24"):
         pytest.skip("this transformers counts the chunks of packed documents from the row's start")
     model = tiny_model(family)
     expected = compute_logits(model, **inputs)
-    cab_hf.apply_cab(model, FULL)
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
     actual = compute_logits(model, **inputs)
     torch.testing.assert_close(actual[is_real], expected[is_real], **TOLERANCE)
     assert torch.isfinite(actual).all()
 
 
-PACKED_LENGTHS = pytest.mark.parametrize(
+parametrize_packed_lengths = pytest.mark.parametrize(
     "lengths",
     [
         pytest.param((60, 90), id="two"),
@@ -61,8 +67,8 @@ PACKED_LENGTHS = pytest.mark.parametrize(
     ],
 )
 # arguments of `make_packed_inputs`: cache, and padding on the left and right
-PACKED_OPTIONS = pytest.mark.parametrize(
-    "options",
+parametrize_packed_options = pytest.mark.parametrize(
+    "packing_options",
     [
         pytest.param({"use_cache": True}, id="cache"),
         pytest.param({"use_cache": False, "left_padding": 0, "right_padding": 0}, id="mask"),
@@ -83,7 +89,7 @@ def make_packed_inputs(lengths, use_cache, left_padding=None, right_padding=0):
     padding and no attention mask.
     """
     ids = tokens(1, sum(lengths))
-    positions = packed_position_ids(lengths)
+    positions = make_packed_position_ids(lengths)
     inputs = {"use_cache": use_cache}
     if left_padding is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
@@ -97,37 +103,37 @@ def make_packed_inputs(lengths, use_cache, left_padding=None, right_padding=0):
     return inputs | {"attention_mask": mask.long().unsqueeze(0)}, mask
 
 
-@PACKED_LENGTHS
-@PACKED_OPTIONS
+@parametrize_packed_lengths
+@parametrize_packed_options
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
 def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
-    family, implementation, lengths, options
+    family, implementation, lengths, packing_options
 ):
     """Compare with sdpa without mask and cache, which then detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
     expected = compute_logits(model, **make_packed_inputs(lengths, use_cache=False)[0])
-    cab_hf.apply_cab(model, FULL)
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
-    inputs, is_real = make_packed_inputs(lengths, **options)
+    inputs, is_real = make_packed_inputs(lengths, **packing_options)
     torch.testing.assert_close(compute_logits(model, **inputs)[:, is_real], expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
-    indices = torch.arange(150)
-    jumping = torch.where(indices < 60, indices, indices + 40)
+    token_indices = torch.arange(150)
+    jumping_positions = torch.where(token_indices < 60, token_indices, token_indices + 40)
     inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
-    for positions in (jumping, indices + 7):
+    for positions in (jumping_positions, token_indices + 7):
         inputs["position_ids"] = positions.unsqueeze(0)
         expected = compute_logits(llama, **inputs)
-        with cab_hf.cab(llama, FULL):
+        with cab_hf.cab(llama, FULL_BUDGET_CONFIG):
             torch.testing.assert_close(compute_logits(llama, **inputs), expected, **TOLERANCE)
 
 
 @parametrize_family
 @pytest.mark.parametrize(
-    "options",
+    "generate_options",
     [
         pytest.param({}, id="dynamic"),
         pytest.param({"cache_implementation": "static"}, id="static"),
@@ -136,18 +142,24 @@ def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
         pytest.param({"num_beams": 2}, id="beams"),
     ],
 )
-@pytest.mark.parametrize("padding", [0, 21])
-def test_full_budget_generates_tokens_of_sdpa(family, options, padding):
-    if family == "llama4" and "cache_implementation" in options and is_before("5.24"):
+@pytest.mark.parametrize("num_padding_tokens", [0, 21])
+def test_full_budget_generates_tokens_of_sdpa(family, generate_options, num_padding_tokens):
+    if (
+        family == "llama4"
+        and "cache_implementation" in generate_options
+        and is_transformers_before("5.24")
+    ):
         pytest.skip("this transformers makes no mask of chunks for a static cache")
     model = tiny_model(family)
-    ids, mask = pad_left(tokens(2, 130), padding)
+    ids, mask = pad_left(tokens(2, 130), num_padding_tokens)
     mask = mask.clone()
-    mask[1, : padding + 10] = 1 if not padding else 0
-    options = {"max_new_tokens": 4, "do_sample": False, **options}
-    expected = model.generate(ids, attention_mask=mask, **options)
-    cab_hf.apply_cab(model, FULL)
-    assert model.generate(ids, attention_mask=mask, **options).tolist() == expected.tolist()
+    mask[1, : num_padding_tokens + 10] = 1 if not num_padding_tokens else 0
+    generate_options = {"max_new_tokens": 4, "do_sample": False, **generate_options}
+    expected = model.generate(ids, attention_mask=mask, **generate_options)
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
+    assert (
+        model.generate(ids, attention_mask=mask, **generate_options).tolist() == expected.tolist()
+    )
 
 
 PUBLISHED_CONFIGS = [
@@ -157,7 +169,7 @@ PUBLISHED_CONFIGS = [
 
 
 @pytest.mark.parametrize(
-    "config", [SPARSE, *PUBLISHED_CONFIGS], ids=["sparse", "forman", "additive"]
+    "config", [SPARSE_CONFIG, *PUBLISHED_CONFIGS], ids=["sparse", "forman", "additive"]
 )
 @pytest.mark.parametrize(
     "changed_slice", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"]
@@ -184,8 +196,8 @@ def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, chan
 )
 def test_packed_logits_equal_single_document_logits(llama, boundary_argument):
     lengths = (170, 33, 240)
-    documents = [tokens(1, n, seed=n) for n in lengths]
-    positions = packed_position_ids(lengths)
+    documents = [tokens(1, document_length, seed=document_length) for document_length in lengths]
+    positions = make_packed_position_ids(lengths)
     inputs = {
         "input_ids": torch.cat(documents, 1),
         "use_cache": boundary_argument.endswith("cache"),
@@ -196,12 +208,16 @@ def test_packed_logits_equal_single_document_logits(llama, boundary_argument):
         inputs |= {"cu_seq_lens_q": cumulative_lengths, "cu_seq_lens_k": cumulative_lengths}
         # position ids do not restart at documents: only the cumulative lengths define documents
         inputs["position_ids"] = torch.arange(sum(lengths)).unsqueeze(0)
-    starts = [0, 170, 203]
-    with cab_hf.cab(llama, SPARSE):
+    document_starts = [0, 170, 203]
+    with cab_hf.cab(llama, SPARSE_CONFIG):
         packed_logits = compute_logits(llama, **inputs)[0].split(lengths)
-        for document, start, actual in zip(documents, starts, packed_logits, strict=True):
-            shift = start if boundary_argument == "cu_seq_lens" else 0
-            document_positions = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
+        for document, document_start, actual in zip(
+            documents, document_starts, packed_logits, strict=True
+        ):
+            first_position = document_start if boundary_argument == "cu_seq_lens" else 0
+            document_positions = torch.arange(
+                first_position, first_position + document.shape[1]
+            ).unsqueeze(0)
             expected = compute_logits(llama, input_ids=document, position_ids=document_positions)[0]
             torch.testing.assert_close(actual, expected, **TOLERANCE)
 
@@ -213,16 +229,29 @@ MASK_AND_CACHE_INPUTS = {
     "mask-and-cache": ONES_MASK | {"use_cache": True},
 }
 # model types that pass position ids to mask functions only, not to attention layers
-MASK_ONLY_TYPES = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
+POSITION_IDS_IN_MASK_ONLY_TYPES = [
+    "llama4_text",
+    "gpt_bigcode",
+    "persimmon",
+    "ctrl",
+    "moshi",
+    "fuyu",
+    "whisper",
+]
 
 
-@pytest.mark.parametrize("fields", MASK_AND_CACHE_INPUTS.values(), ids=MASK_AND_CACHE_INPUTS)
-@pytest.mark.parametrize("model_type", mark_slow_except(MASK_ONLY_TYPES, 0, 1))
-def test_layers_without_position_ids_separate_documents(model_type, fields):
-    model = cab_hf.apply_cab(tiny_model_of(model_type), FULL)
-    ids = tokens(2, 150) + FIRST_TOKEN
+@pytest.mark.parametrize(
+    "cache_and_mask_inputs", MASK_AND_CACHE_INPUTS.values(), ids=MASK_AND_CACHE_INPUTS
+)
+@pytest.mark.parametrize("model_type", mark_slow_except(POSITION_IDS_IN_MASK_ONLY_TYPES, 0, 1))
+def test_layers_without_position_ids_separate_documents(model_type, cache_and_mask_inputs):
+    model = cab_hf.apply_cab(tiny_model_of(model_type), FULL_BUDGET_CONFIG)
+    ids = tokens(2, 150) + FIRST_REGULAR_TOKEN
     packed_logits = compute_logits(
-        model, input_ids=ids, position_ids=packed_position_ids((70, 80)), **fields
+        model,
+        input_ids=ids,
+        position_ids=make_packed_position_ids((70, 80)),
+        **cache_and_mask_inputs,
     )
     expected = compute_logits(model, input_ids=ids[:, 70:], use_cache=False)
     torch.testing.assert_close(packed_logits[:, 70:], expected, **TOLERANCE)
@@ -231,12 +260,12 @@ def test_layers_without_position_ids_separate_documents(model_type, fields):
 @torch.no_grad()
 def test_model_without_position_ids_separates_documents():
     model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
-    cab_hf.apply_cab(model, FULL)
-    ids = tokens(1, 150) + FIRST_TOKEN
-    fields = {"position_ids": packed_position_ids((70, 80)), "use_cache": False}
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
+    ids = tokens(1, 150) + FIRST_REGULAR_TOKEN
+    packed_inputs = {"position_ids": make_packed_position_ids((70, 80)), "use_cache": False}
     expected = compute_logits(model, input_ids=ids[:, 70:], use_cache=False)
     torch.testing.assert_close(
-        compute_logits(model, input_ids=ids, **fields)[:, 70:], expected, **TOLERANCE
+        compute_logits(model, input_ids=ids, **packed_inputs)[:, 70:], expected, **TOLERANCE
     )
 
 
@@ -250,13 +279,13 @@ def test_model_without_position_ids_separates_documents():
 def test_cumulative_lengths_separate_documents_of_a_batch(llama, cumulative_lengths, lengths):
     ids, positions = tokens(2, 150), torch.arange(150)
     cumulative_lengths = torch.tensor(cumulative_lengths, dtype=torch.int32)
-    with cab_hf.cab(llama, SPARSE):
+    with cab_hf.cab(llama, SPARSE_CONFIG):
         logits = compute_logits(
             llama, input_ids=ids, cu_seq_lens_q=cumulative_lengths, cu_seq_lens_k=cumulative_lengths
         )
-        for row, row_logits, row_lengths in zip(ids, logits, lengths, strict=True):
+        for row_ids, row_logits, row_lengths in zip(ids, logits, lengths, strict=True):
             documents = zip(
-                row.split(row_lengths),
+                row_ids.split(row_lengths),
                 positions.split(row_lengths),
                 row_logits.split(row_lengths),
                 strict=True,
@@ -269,39 +298,42 @@ def test_cumulative_lengths_separate_documents_of_a_batch(llama, cumulative_leng
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
 def test_last_chunk_below_query_block_is_dense(one_layer_llama, lengths):
     """A chunk shorter than a query block is dense, as steps of assisted decoding must be."""
-    max_length, row = max(lengths), lengths.index(150)
+    max_length, compared_row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), max_length)
-    mask = torch.stack([torch.arange(max_length) < n for n in lengths])
-    with cab_hf.cab(one_layer_llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
-        prefill_logits = one_layer_llama(ids[[row], :150]).logits
+    mask = torch.stack([torch.arange(max_length) < row_length for row_length in lengths])
+    with (
+        cab_hf.cab(one_layer_llama, SPARSE_CONFIG, redundancy=0.0, dense_tail_blocks=0),
+        torch.no_grad(),
+    ):
+        prefill_logits = one_layer_llama(ids[[compared_row], :150]).logits
         cache = one_layer_llama(ids[:, :128], attention_mask=mask[:, :128]).past_key_values
         actual = one_layer_llama(ids[:, 128:], attention_mask=mask, past_key_values=cache).logits
     # in a model of one layer, cached keys do not depend on attention, so that dense logits are the
     # expected ones
-    dense_logits = compute_logits(one_layer_llama, input_ids=ids[[row], :150])
-    torch.testing.assert_close(actual[row, :22], dense_logits[0, 128:], **TOLERANCE)
+    dense_logits = compute_logits(one_layer_llama, input_ids=ids[[compared_row], :150])
+    torch.testing.assert_close(actual[compared_row, :22], dense_logits[0, 128:], **TOLERANCE)
     assert not torch.allclose(dense_logits[0, 128:], prefill_logits[0, 128:], atol=1e-3)
 
 
 def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
     """Turn off curvature and dense tail, because these two depend on where chunks end."""
     ids = tokens(1, 328)
-    with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
+    with cab_hf.cab(llama, SPARSE_CONFIG, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
         expected = llama(ids).logits
         cache, chunk_logits = None, []
-        for chunk in ids.split(96, dim=1):
-            out = llama(chunk, past_key_values=cache, use_cache=True)
+        for chunk_ids in ids.split(96, dim=1):
+            out = llama(chunk_ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             chunk_logits.append(out.logits)
     torch.testing.assert_close(torch.cat(chunk_logits, 1), expected, **TOLERANCE)
 
 
-def train_and_record_losses(model, steps=20):
+def train_and_record_losses(model, num_steps=20):
     """Train ``model`` on random tokens, and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
     step_losses = []
-    for step in range(steps):
+    for step in range(num_steps):
         ids = tokens(2, 96, seed=step)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -313,7 +345,7 @@ def train_and_record_losses(model, steps=20):
 
 def test_full_budget_training_losses_match_dense():
     dense_model = tiny_model()
-    cab_model = cab_hf.apply_cab(copy.deepcopy(dense_model), FULL)
+    cab_model = cab_hf.apply_cab(copy.deepcopy(dense_model), FULL_BUDGET_CONFIG)
     expected = train_and_record_losses(dense_model)
     assert expected[-1] < expected[0]
     torch.testing.assert_close(train_and_record_losses(cab_model), expected, atol=2e-3, rtol=0)
@@ -322,11 +354,11 @@ def test_full_budget_training_losses_match_dense():
 @pytest.mark.parametrize("family", ["llama", "granite-swa"])
 def test_gradient_checkpointing_gives_the_same_gradients(family):
     ids = tokens(2, 200)
-    model = cab_hf.apply_cab(tiny_model(family), SPARSE).train()
+    model = cab_hf.apply_cab(tiny_model(family), SPARSE_CONFIG).train()
     expected = compute_gradients(model, ids)
     model.gradient_checkpointing_enable()
-    for actual, gradient in zip(compute_gradients(model, ids), expected, strict=True):
-        torch.testing.assert_close(actual, gradient)
+    for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
+        torch.testing.assert_close(actual, expected_gradient)
 
 
 def test_unselected_keys_get_no_gradient(llama):
@@ -347,7 +379,7 @@ def test_unselected_keys_get_no_gradient(llama):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "config_fields",
     [
         pytest.param({}, id="sparse"),
         pytest.param({"mass_threshold": 0.08}, id="fewer"),
@@ -356,25 +388,25 @@ def test_unselected_keys_get_no_gradient(llama):
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
-@pytest.mark.parametrize("padding", [0, 37])
-def test_output_is_contiguous(monkeypatch, family, fields, padding):
+@pytest.mark.parametrize("num_padding_tokens", [0, 37])
+def test_output_is_contiguous(monkeypatch, family, config_fields, num_padding_tokens):
     """Check contiguity, because AFMoE and JetMoE call `view` on the output of attention."""
-    results = []
-    model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
+    attention_results = []
+    model = cab_hf.apply_cab(tiny_model(family), FULL_BUDGET_CONFIG, **config_fields)
     attend = AttentionInterface._global_mapping["cab"]
 
     def record_result(module, q, k, v, mask, **options):
-        results.append(attend(module, q, k, v, mask, **options))
-        return results[-1]
+        attention_results.append(attend(module, q, k, v, mask, **options))
+        return attention_results[-1]
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "cab", record_result)
-    ids, mask = pad_left(tokens(2, 150), padding)
+    ids, mask = pad_left(tokens(2, 150), num_padding_tokens)
     compute_logits(model, input_ids=ids, attention_mask=mask)
-    assert len(results) == 3 and all(out.is_contiguous() for out, _ in results)
+    assert len(attention_results) == 3 and all(out.is_contiguous() for out, _ in attention_results)
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("class_prefix", "model_fields"),
     [
         pytest.param("Phimoe", {"sliding_window": 40, "num_local_experts": 2}, id="phimoe"),
         pytest.param("Mixtral", {"sliding_window": 40, "num_local_experts": 2}, id="mixtral"),
@@ -384,20 +416,24 @@ def test_output_is_contiguous(monkeypatch, family, fields, padding):
     ],
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_windows_and_masks_unknown_to_the_layer_are_applied(name, fields, implementation):
+def test_windows_and_masks_unknown_to_the_layer_are_applied(
+    class_prefix, model_fields, implementation
+):
     """Test windows and masks that cab_hf must find without an attribute of the attention layer."""
-    config = getattr(transformers, f"{name}Config")(**SIZES | fields)
+    config = getattr(transformers, f"{class_prefix}Config")(**MODEL_SIZES | model_fields)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{class_prefix}ForCausalLM")(config).eval()
     ids, mask = pad_left(tokens(2, 120), 21)
     expected = compute_logits(model, input_ids=ids, attention_mask=mask)
-    cab_hf.apply_cab(model, FULL)
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
     actual = compute_logits(model, input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **TOLERANCE)
-    window = "sliding window of 40 tokens" if "sliding_window" in fields else "engine reference"
+    described_feature = (
+        "sliding window of 40 tokens" if "sliding_window" in model_fields else "engine gather"
+    )
     if implementation == "cab":
-        assert window in cab_hf.describe(model, tokens=120)
+        assert described_feature in cab_hf.describe(model, tokens=120)
 
 
 def test_sequence_classification_with_right_padding():
@@ -406,7 +442,7 @@ def test_sequence_classification_with_right_padding():
     ids[0, -40:] = 0
     mask = (ids != 0).long()
     expected = compute_logits(model, input_ids=ids, attention_mask=mask)
-    cab_hf.apply_cab(model, FULL)
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     torch.testing.assert_close(
         compute_logits(model, input_ids=ids, attention_mask=mask), expected, **TOLERANCE
     )
@@ -416,7 +452,7 @@ def test_set_attn_implementation_switches_at_run_time():
     model = tiny_model()
     ids = tokens(1, 200)
     expected = compute_logits(model, input_ids=ids)
-    model.config.cab_config = SPARSE.to_dict()
+    model.config.cab_config = SPARSE_CONFIG.to_dict()
     model.set_attn_implementation("cab")
     assert not torch.allclose(compute_logits(model, input_ids=ids), expected, atol=1e-3)
     model.set_attn_implementation("sdpa")
@@ -425,7 +461,7 @@ def test_set_attn_implementation_switches_at_run_time():
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, implementation):
-    model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE), tokens(1, 200)
+    model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE_CONFIG), tokens(1, 200)
     model.set_attn_implementation(implementation)
     expected = compute_logits(model, input_ids=ids)
     attend = AttentionInterface()[implementation]
@@ -438,7 +474,7 @@ def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, imple
 
 
 def test_float32_queries_of_adapters_are_cast_to_model_dtype():
-    model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE)
+    model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE_CONFIG)
 
     class Adapter(torch.nn.Linear):
         def forward(self, x):
@@ -461,7 +497,9 @@ def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
-        monkeypatch.setattr(engines, "choose_exact", lambda work, *lengths: engines.REFERENCE)
+        monkeypatch.setattr(
+            engines, "choose_exact_attention", lambda work, *lengths: engines.REFERENCE
+        )
         causal_mock = Mock(wraps=BlockPlan.causal)
         monkeypatch.setattr(BlockPlan, "causal", causal_mock)
         actual = model(input_ids=ids, attention_mask=mask).logits

@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 from batching_cases import (
-    GREEDY,
-    LOW_THRESHOLD,
+    GREEDY_GENERATION_CONFIG,
+    LOW_THRESHOLD_CONFIG,
     PROMPTS,
     apply_config,
-    attention_implementations,
     generate_one_by_one,
+    list_attention_implementations,
     make_batching_config,
     start_manager,
 )
 from marks import NEEDS_SERVING
-from tiny import FULL, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, tiny_model, tokens
 
 import cab_hf
 
@@ -36,57 +36,57 @@ def test_apply_cab_raises_under_manager_of_other_attention():
 
 
 @pytest.mark.parametrize(
-    "switch",
+    "switch_attention",
     [lambda model: model.set_attn_implementation("sdpa"), cab_hf.remove_cab],
     ids=["set_attn_implementation", "remove_cab"],
 )
-def test_remove_cab_raises_under_running_manager(switch):
+def test_remove_cab_raises_under_running_manager(switch_attention):
     model = apply_config(tiny_model())
-    expected = generate_one_by_one(model, PROMPTS[:1])
+    expected_tokens = generate_one_by_one(model, PROMPTS[:1])
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=make_batching_config()
+        GREEDY_GENERATION_CONFIG, continuous_batching_config=make_batching_config()
     ) as manager:
         with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
-            switch(model)
+            switch_attention(model)
         manager.add_request(PROMPTS[0])
-        assert manager.get_result(timeout=60).generated_tokens == expected[0]
-    assert attention_implementations(model) == ["cab", "cab"]
+        assert manager.get_result(timeout=60).generated_tokens == expected_tokens[0]
+    assert list_attention_implementations(model) == ["cab", "cab"]
     cab_hf.remove_cab(model)
-    assert attention_implementations(model) == ["sdpa", "sdpa"]
+    assert list_attention_implementations(model) == ["sdpa", "sdpa"]
 
 
 @pytest.mark.parametrize("initial_attention", ["sdpa", "cab"])
 def test_leaving_cab_block_raises_under_running_manager(initial_attention):
     model = tiny_model()
-    expected = generate_one_by_one(model, PROMPTS[:1])
+    expected_tokens = generate_one_by_one(model, PROMPTS[:1])
     if initial_attention == "cab":
         apply_config(model)
-        with cab_hf.cab(model, FULL):
+        with cab_hf.cab(model, FULL_BUDGET_CONFIG):
             manager = start_manager(model)
         manager.stop()
     else:
         with (
             pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"),
-            cab_hf.cab(model, FULL),
+            cab_hf.cab(model, FULL_BUDGET_CONFIG),
         ):
             manager = start_manager(model)
         try:
             manager.add_request(PROMPTS[0])
-            assert manager.get_result(timeout=60).generated_tokens == expected[0]
+            assert manager.get_result(timeout=60).generated_tokens == expected_tokens[0]
         finally:
             manager.stop()
-    assert attention_implementations(model) == ["cab", "cab"]
+    assert list_attention_implementations(model) == ["cab", "cab"]
     cab_hf.remove_cab(model)
-    assert attention_implementations(model) == ["sdpa", "sdpa"]
+    assert list_attention_implementations(model) == ["sdpa", "sdpa"]
 
 
 def test_exception_inside_cab_block_is_not_replaced():
     model = tiny_model()
-    with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
+    with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL_BUDGET_CONFIG):
         manager = start_manager(model)
         raise KeyError("mine")
     try:
-        assert attention_implementations(model) == ["sdpa", "sdpa"]
+        assert list_attention_implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
         # before the first request, the manager remembers the settings at its start
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
@@ -94,9 +94,9 @@ def test_exception_inside_cab_block_is_not_replaced():
         manager.stop()
 
 
-LONG_PROMPTS = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
+LONG_PROMPTS = [tokens(1, 730, seed=prompt_seed)[0].tolist() for prompt_seed in range(2)]
 SETTING_CHANGES = {
-    "cab_config": lambda model: cab_hf.apply_cab(model, FULL),
+    "cab_config": lambda model: cab_hf.apply_cab(model, FULL_BUDGET_CONFIG),
     "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
 }
 
@@ -104,10 +104,10 @@ SETTING_CHANGES = {
 def serve_prompts(manager, prompts):
     """Add all prompts to a manager, and return the generated tokens or the error of each prompt."""
     request_ids = [manager.add_request(prompt) for prompt in prompts]
-    answers = [manager.get_result(timeout=60) for _ in request_ids]
+    results = [manager.get_result(timeout=60) for _ in request_ids]
     return [
-        answer.error or answer.generated_tokens
-        for answer in sorted(answers, key=lambda answer: request_ids.index(answer.request_id))
+        result.error or result.generated_tokens
+        for result in sorted(results, key=lambda answer: request_ids.index(answer.request_id))
     ]
 
 
@@ -115,7 +115,7 @@ def serve_prompts(manager, prompts):
 def test_prefix_blocks_are_not_shared_across_settings(change_settings):
     model = tiny_model()
     exact_answers = generate_one_by_one(model, LONG_PROMPTS)
-    apply_config(model, LOW_THRESHOLD)
+    apply_config(model, LOW_THRESHOLD_CONFIG)
     sparse_answers = generate_one_by_one(model, LONG_PROMPTS)
     assert sparse_answers != exact_answers
     manager = start_manager(model)
@@ -135,13 +135,17 @@ def test_prefix_blocks_are_not_shared_across_settings(change_settings):
 def test_persistent_manager_does_not_share_blocks_across_settings():
     model = tiny_model()
     exact_answers = generate_one_by_one(model, LONG_PROMPTS)
-    for config in (LOW_THRESHOLD, FULL):
+    for config in (LOW_THRESHOLD_CONFIG, FULL_BUDGET_CONFIG):
         apply_config(model, config)
-        result = model.generate_batch(
-            LONG_PROMPTS, GREEDY, make_batching_config(), persistent_manager=True, warmup=False
+        results_by_request = model.generate_batch(
+            LONG_PROMPTS,
+            GREEDY_GENERATION_CONFIG,
+            make_batching_config(),
+            persistent_manager=True,
+            warmup=False,
         )
-        answers = [answer.generated_tokens for answer in result.values()]
-        assert (answers == exact_answers) == (config is FULL)
+        answers = [answer.generated_tokens for answer in results_by_request.values()]
+        assert (answers == exact_answers) == (config is FULL_BUDGET_CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -153,25 +157,26 @@ def test_persistent_manager_does_not_share_blocks_across_settings():
     ids=SETTING_CHANGES,
 )
 def test_settings_are_fixed_during_a_request(change_settings, message):
-    manager = start_manager(model := apply_config(tiny_model(), LOW_THRESHOLD))
+    manager = start_manager(model := apply_config(tiny_model(), LOW_THRESHOLD_CONFIG))
     try:
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
         change_settings(model)
         # call get_result, because iteration over a manager stops with its thread and loses results
         manager._generation_thread.join(60)
-        answers = iter(lambda: manager.get_result(timeout=0), None)
-        errors = (answer.error for answer in answers if answer.error)
-        assert message in next(errors)
+        results = iter(lambda: manager.get_result(timeout=0), None)
+        error_messages = (result.error for result in results if result.error)
+        assert message in next(error_messages)
     finally:
         manager.stop()
 
 
 def test_chunks_end_at_query_blocks_of_current_settings():
-    config = dataclasses.replace(LOW_THRESHOLD, dense_tail_blocks=0)
+    config = dataclasses.replace(LOW_THRESHOLD_CONFIG, dense_tail_blocks=0)
     model = apply_config(tiny_model(), config)
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=make_batching_config(max_batch_tokens=96)
+        GREEDY_GENERATION_CONFIG,
+        continuous_batching_config=make_batching_config(max_batch_tokens=96),
     ) as manager:
         for query_block in (32, 64):
             # for query_block 64, chunks of 96 tokens do not end at multiples of the query block
@@ -182,12 +187,12 @@ def test_chunks_end_at_query_blocks_of_current_settings():
 
 @pytest.mark.parametrize("initial_attention", ["cab", "sdpa"])
 def test_manager_started_with_other_attention_raises(initial_attention):
-    model, switches = tiny_model(), [apply_config, cab_hf.remove_cab]
+    model, switch_functions = tiny_model(), [apply_config, cab_hf.remove_cab]
     if initial_attention == "cab":
         apply_config(model)
-        switches.reverse()
-    manager = model.init_continuous_batching(GREEDY, make_batching_config())
-    switches[0](model)
+        switch_functions.reverse()
+    manager = model.init_continuous_batching(GREEDY_GENERATION_CONFIG, make_batching_config())
+    switch_functions[0](model)
     with pytest.raises(
         NotImplementedError, match=f"made for LlamaForCausalLM with '{initial_attention}'"
     ):
@@ -196,17 +201,17 @@ def test_manager_started_with_other_attention_raises(initial_attention):
 
 def test_persistent_manager_of_other_attention_raises():
     model = apply_config(tiny_model())
-    expected = generate_one_by_one(model, PROMPTS[:1])
+    expected_tokens = generate_one_by_one(model, PROMPTS[:1])
 
-    def generate():
+    def generate_tokens():
         answers = model.generate_batch(
-            PROMPTS[:1], GREEDY, make_batching_config(), persistent_manager=True
+            PROMPTS[:1], GREEDY_GENERATION_CONFIG, make_batching_config(), persistent_manager=True
         )
         return [answer.generated_tokens for answer in answers.values()]
 
-    assert generate() == generate() == expected
+    assert generate_tokens() == generate_tokens() == expected_tokens
     cab_hf.remove_cab(model)
     with pytest.raises(NotImplementedError, match="destroy_cached_continuous_batching_manager()"):
-        generate()
+        generate_tokens()
     model.destroy_cached_continuous_batching_manager()
-    assert generate() == expected
+    assert generate_tokens() == expected_tokens

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_model, tokens
 from transformers import DynamicCache
 
 import cab_hf
@@ -16,19 +16,19 @@ from cab_hf.call.scope import Prompt, current_prompt, set_prompt
 from cab_hf.engines import Workload
 from cab_hf.route import route
 
-POINTS = {"cpu": ((400, 64), (800, 200))}
-CONFIG = replace(SPARSE, min_length=100)
+BREAK_EVEN_POINTS = {"cpu": ((400, 64), (800, 200))}
+ROUTING_CONFIG = replace(SPARSE_CONFIG, min_length=100)
 
 
 @pytest.fixture(autouse=True)
-def patched_points(monkeypatch):
-    """Use `POINTS`, and a least length of 20,000 tokens for 4 heads of 16 channels."""
-    monkeypatch.setattr(break_even, "POINTS", POINTS)
-    monkeypatch.setattr(break_even, "FEW_HEADS", {"cpu": (4 * 16, 20_000)})
+def patched_break_even_points(monkeypatch):
+    """Use `BREAK_EVEN_POINTS`, and a least length of 20,000 tokens for 4 heads of 16 channels."""
+    monkeypatch.setattr(break_even, "BREAK_EVEN_POINTS", BREAK_EVEN_POINTS)
+    monkeypatch.setattr(break_even, "FEW_HEADS_POINTS", {"cpu": (4 * 16, 20_000)})
 
 
 @pytest.mark.parametrize(
-    ("q_length", "kv_length", "device", "expected"),
+    ("q_length", "kv_length", "device", "has_enough_queries"),
     [
         pytest.param(1, 399, "cpu", True, id="shorter-than-every-point"),
         pytest.param(63, 400, "cpu", False, id="few-queries"),
@@ -38,8 +38,8 @@ def patched_points(monkeypatch):
         pytest.param(1, 800, "mps", True, id="unmeasured-device"),
     ],
 )
-def test_last_point_below_kv_length_decides(q_length, kv_length, device, expected):
-    assert break_even.has_enough_queries(q_length, kv_length, device) is expected
+def test_last_point_below_kv_length_decides(q_length, kv_length, device, has_enough_queries):
+    assert break_even.has_enough_queries(q_length, kv_length, device) is has_enough_queries
 
 
 def test_committed_points_are_ascending_and_name_their_device():
@@ -50,8 +50,8 @@ def test_committed_points_are_ascending_and_name_their_device():
         assert measurement["device"] and key_counts == sorted(set(key_counts))
 
 
-def compute_route(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
-    """Return the `Route` of a call with "cab"; ``fields`` are further fields of `MaskInfo`."""
+def compute_route(q_length, kv_length, config=ROUTING_CONFIG, num_heads=None, **mask_fields):
+    """Return the `Route` of a call with "cab"; ``mask_fields`` are further fields of `MaskInfo`."""
     work = Workload(
         device="cpu",
         head_dim=16,
@@ -61,35 +61,37 @@ def compute_route(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
         key_block=config.key_block,
         num_heads=num_heads,
     )
-    mask = MaskInfo(1, q_length, kv_length, kv_length - q_length, **fields)
-    return route(mask, config, work, sparse=True, layer=SimpleNamespace(layer_idx=0))
+    mask = MaskInfo(1, q_length, kv_length, kv_length - q_length, **mask_fields)
+    return route(mask, config, work, is_sparse=True, layer=SimpleNamespace(layer_idx=0))
 
 
 @pytest.mark.parametrize(
-    ("q_length", "kv_length", "fields", "method_family"),
+    ("q_length", "kv_length", "call_fields", "method_family"),
     [
         pytest.param(500, 500, {}, "sparse", id="prompt"),
         pytest.param(48, 500, {}, "dense", id="question"),
         pytest.param(64, 500, {}, "sparse", id="long-question"),
         pytest.param(48, 300, {}, "sparse", id="short-cache"),
-        pytest.param(48, 500, {"config": replace(CONFIG, min_length=0)}, "sparse", id="always"),
+        pytest.param(
+            48, 500, {"config": replace(ROUTING_CONFIG, min_length=0)}, "sparse", id="always"
+        ),
         # the route of a chunk depends on its whole prompt, not on the chunk
         pytest.param(48, 500, {"prompt": Prompt(700)}, "sparse", id="chunk-of-prompt"),
         pytest.param(48, 500, {"prompt": Prompt(700, start=640)}, "dense", id="chunk-of-question"),
         pytest.param(48, 300, {"prompt": Prompt(700, start=640)}, "dense", id="first-chunk"),
     ],
 )
-def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, method_family):
-    actual = compute_route(q_length, kv_length, **fields)
-    assert actual.method.partition("_")[0] == method_family
+def test_short_question_after_long_cache_is_dense(q_length, kv_length, call_fields, method_family):
+    actual_route = compute_route(q_length, kv_length, **call_fields)
+    assert actual_route.method.partition("_")[0] == method_family
     if method_family == "dense":
-        assert actual.reason == (
+        assert actual_route.dense_reason == (
             "fewer than 64 queries after a long cache, where dense attention is faster"
         )
 
 
 @pytest.mark.parametrize(
-    ("length", "num_heads", "min_length", "method"),
+    ("prompt_length", "num_heads", "min_length", "method_family"),
     [
         pytest.param(19_999, 4, 16_384, "dense", id="few-heads"),
         pytest.param(20_000, 4, 16_384, "sparse", id="long-prompt"),
@@ -98,19 +100,19 @@ def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, m
         pytest.param(19_999, 4, 16_383, "sparse", id="lower-min-length"),
     ],
 )
-def test_few_heads_raise_min_length(length, num_heads, min_length, method):
-    config = replace(CONFIG, min_length=min_length)
-    actual = compute_route(length, length, config=config, num_heads=num_heads)
-    assert actual.method.partition("_")[0] == method
-    if method == "dense":
+def test_few_heads_raise_min_length(prompt_length, num_heads, min_length, method_family):
+    config = replace(ROUTING_CONFIG, min_length=min_length)
+    actual_route = compute_route(prompt_length, prompt_length, config=config, num_heads=num_heads)
+    assert actual_route.method.partition("_")[0] == method_family
+    if method_family == "dense":
         # the config also makes shorter rows of a batch dense
-        assert actual.config.min_length == 20_000
-        assert actual.reason == "input shorter than min_length=20000"
+        assert actual_route.config.min_length == 20_000
+        assert actual_route.dense_reason == "input shorter than min_length=20000"
 
 
-@pytest.mark.parametrize(("start", "method_family"), [(0, "sparse"), (640, "dense")])
-def test_reading_counts_queries_after_cached_tokens(start, method_family):
-    with set_prompt(700, start=start):
+@pytest.mark.parametrize(("prompt_start", "method_family"), [(0, "sparse"), (640, "dense")])
+def test_reading_counts_queries_after_cached_tokens(prompt_start, method_family):
+    with set_prompt(700, start=prompt_start):
         prompt = current_prompt(1, None, 700)
     assert compute_route(48, 500, prompt=prompt).method.partition("_")[0] == method_family
 
@@ -118,7 +120,7 @@ def test_reading_counts_queries_after_cached_tokens(start, method_family):
 @pytest.mark.parametrize(("question_length", "is_dense"), [(48, True), (96, False)])
 def test_generate_computes_short_question_densely(question_length, is_dense):
     ids = tokens(1, 416 + question_length)
-    sparse_config = replace(CONFIG, mass_threshold=0.6, share_threshold=1.0)
+    sparse_config = replace(ROUTING_CONFIG, mass_threshold=0.6, share_threshold=1.0)
 
     def generate_first_logits(implementation):
         """Prefill 416 tokens densely, then return the first logits of `generate` for all tokens."""
@@ -130,7 +132,7 @@ def test_generate_computes_short_question_densely(question_length, is_dense):
             model.set_attn_implementation("sdpa")
             model(ids[:, :416], past_key_values=cache)
             model.set_attn_implementation(implementation)
-        result = model.generate(
+        output = model.generate(
             ids,
             past_key_values=cache,
             max_new_tokens=1,
@@ -138,7 +140,7 @@ def test_generate_computes_short_question_densely(question_length, is_dense):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        return result.logits[0]
+        return output.logits[0]
 
     assert (
         torch.allclose(generate_first_logits("cab"), generate_first_logits("sdpa"), atol=1e-4)

@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
-from call_cases import compute_gradients, packed_position_ids
-from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from call_cases import compute_gradients, make_packed_position_ids
+from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -27,13 +27,13 @@ class FirstLayerDecides(RowsPredictor):
     def encode_keys(self, k, valid=None, channels=()):
         return k, valid, channels
 
-    def choose(self, q, summary, call):
-        if "plan" not in call.shared_state:
-            SELECTED_LAYERS.append(call.layer)
+    def choose(self, q, summary, layer_context):
+        if "plan" not in layer_context.shared_state:
+            SELECTED_LAYERS.append(layer_context.layer)
             k, valid, channels = summary
-            encoded = super().encode_keys(k, valid, channels)
-            call.shared_state["plan"] = super().choose(q, encoded, call)
-        return call.shared_state["plan"]
+            encoded_keys = super().encode_keys(k, valid, channels)
+            layer_context.shared_state["plan"] = super().choose(q, encoded_keys, layer_context)
+        return layer_context.shared_state["plan"]
 
 
 register_predictor("first-layer-decides", FirstLayerDecides)
@@ -42,9 +42,9 @@ register_predictor("first-layer-decides", FirstLayerDecides)
 def test_plan_is_shared_within_one_forward_pass():
     SELECTED_LAYERS.clear()
     model = tiny_model()
-    with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"), torch.no_grad():
+    with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer-decides"), torch.no_grad():
         model(tokens(1, 300))
-        densities = {row["density"] for row in cab_hf.stats(model, reset=True)}
+        densities = {layer_stats["density"] for layer_stats in cab_hf.stats(model, reset=True)}
         assert SELECTED_LAYERS == [0] and len(densities) == 1
         model(tokens(1, 300))
     assert SELECTED_LAYERS == [0, 0]
@@ -54,21 +54,21 @@ def test_recompute_finds_shared_state_of_forward_pass():
     ids = tokens(1, 300)
     model = tiny_model().train()
 
-    with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"):
+    with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer-decides"):
         expected = compute_gradients(model, ids)
         model.gradient_checkpointing_enable()
         SELECTED_LAYERS.clear()
-        for actual, gradient in zip(compute_gradients(model, ids), expected, strict=True):
-            torch.testing.assert_close(actual, gradient)
+        for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
+            torch.testing.assert_close(actual, expected_gradient)
         assert SELECTED_LAYERS == [0]
 
 
 class RecordingPredictor(RowsPredictor):
     """Predictor that appends the layer index to `SELECTED_LAYERS` at each selection."""
 
-    def choose(self, q, summary, call):
-        SELECTED_LAYERS.append(call.layer)
-        return super().choose(q, summary, call)
+    def choose(self, q, summary, layer_context):
+        SELECTED_LAYERS.append(layer_context.layer)
+        return super().choose(q, summary, layer_context)
 
 
 register_predictor("counted", RecordingPredictor)
@@ -78,12 +78,12 @@ def test_recompute_reuses_plan_of_forward_pass():
     ids = tokens(1, 300)
     model = tiny_model().train()
     model.gradient_checkpointing_enable()
-    layers = list(range(model.config.num_hidden_layers))
-    with cab_hf.cab(model, SPARSE, predictor="counted"):
+    layer_indices = list(range(model.config.num_hidden_layers))
+    with cab_hf.cab(model, SPARSE_CONFIG, predictor="counted"):
         for _ in range(2):
             SELECTED_LAYERS.clear()
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            assert layers == SELECTED_LAYERS
+            assert layer_indices == SELECTED_LAYERS
 
 
 def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
@@ -91,42 +91,42 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
     model = tiny_model().train()
     model.gradient_checkpointing_enable()
     saved_plans = []
-    original_narrowed = forward_state.narrow_plan
+    original_narrow_plan = forward_state.narrow_plan
 
-    def record_narrowed(plan):
-        saved_plans.append((plan, original_narrowed(plan)))
+    def record_and_narrow_plan(plan):
+        saved_plans.append((plan, original_narrow_plan(plan)))
         return saved_plans[-1][1]
 
-    with cab_hf.cab(model, SPARSE):
+    with cab_hf.cab(model, SPARSE_CONFIG):
         expected = compute_gradients(model, ids)
-        monkeypatch.setattr(forward_state, "narrow_plan", record_narrowed)
+        monkeypatch.setattr(forward_state, "narrow_plan", record_and_narrow_plan)
         monkeypatch.setattr(forward_state, "MIN_TRIMMED_BYTES", 0)
         assert all(map(torch.equal, compute_gradients(model, ids), expected))
     assert len(saved_plans) == model.config.num_hidden_layers
     for plan, narrow_plan in saved_plans:
-        for lists, narrow_lists in (
+        for block_lists, narrow_block_lists in (
             (plan.full, narrow_plan.full),
             (plan.partial, narrow_plan.partial),
         ):
-            assert lists.width == max(1, lists.counts.max())
-            assert 2 * narrow_lists.indices.nbytes == lists.indices.nbytes
-            assert torch.equal(narrow_lists.to_dense(19), lists.to_dense(19))
+            assert block_lists.width == max(1, block_lists.counts.max())
+            assert 2 * narrow_block_lists.indices.nbytes == block_lists.indices.nbytes
+            assert torch.equal(narrow_block_lists.to_dense(19), block_lists.to_dense(19))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_layer_called_twice_selects_two_plans(checkpointing):
+@pytest.mark.parametrize("has_checkpointing", [False, True])
+def test_layer_called_twice_selects_two_plans(has_checkpointing):
     ids = tokens(1, 300)
     model = tiny_model().train()
     model.model.layers[1] = model.model.layers[0]
 
-    with cab_hf.cab(model, SPARSE, predictor="counted"):
+    with cab_hf.cab(model, SPARSE_CONFIG, predictor="counted"):
         SELECTED_LAYERS.clear()
         expected = compute_gradients(model, ids)
         assert SELECTED_LAYERS == [0, 0, 2]
-        if checkpointing:
+        if has_checkpointing:
             model.gradient_checkpointing_enable()
-        for actual, gradient in zip(compute_gradients(model, ids), expected, strict=True):
-            torch.testing.assert_close(actual, gradient)
+        for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
+            torch.testing.assert_close(actual, expected_gradient)
 
 
 @pytest.mark.parametrize(
@@ -155,34 +155,37 @@ def test_positions_that_restart_start_documents(positions, mask_row, doc_ids):
     if doc_ids is None:
         assert mask.doc_ids is None
     else:
-        expected = [doc_ids, [0] * 4][:num_rows]
+        expected_doc_ids = [doc_ids, [0] * 4][:num_rows]
         is_real = (
             torch.ones(num_rows, 4, dtype=torch.bool)
             if padding_mask is None
             else padding_mask.bool()
         )
-        assert mask.doc_ids[is_real].tolist() == torch.tensor(expected)[is_real].tolist()
+        assert mask.doc_ids[is_real].tolist() == torch.tensor(expected_doc_ids)[is_real].tolist()
 
 
 def test_mask_without_padding_is_dropped():
     mask = cab_mask(2, 4, 4, attention_mask=torch.ones(2, 4))
     mask, _ = mask.with_documents()
-    assert mask.padding_mask is None and mask.is_plain and mask.lengths is None
+    assert mask.padding_mask is None and mask.is_plain_causal and mask.document_lengths is None
 
 
 def test_lengths_count_document_tokens_without_padding():
     padding_mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     mask = cab_mask(2, 6, 6, attention_mask=padding_mask)
     mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
-    assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
+    assert [
+        [document_length.num_tokens for document_length in row_lengths]
+        for row_lengths in mask.document_lengths
+    ] == [[3, 1, 0], [2, 2, 2]]
     # for a chunk after a cache, each document has a length (queries, keys)
     mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=padding_mask)
     mask, _ = mask.with_documents(torch.tensor([[3, 4], [4, 5]]))
-    assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
+    assert mask.document_lengths == [[(1, 4)], [(2, 6)]] and mask.longest_document == (2, 6)
 
 
 @pytest.mark.parametrize(
-    ("mask", "cumulative_lengths", "error_type", "sentence"),
+    ("mask", "cumulative_lengths", "error_type", "error_pattern"),
     [
         pytest.param(
             MaskInfo(1, 4, 9, 5),
@@ -215,8 +218,8 @@ def test_lengths_count_document_tokens_without_padding():
         pytest.param(MaskInfo(1, 4, 4, 0), [], ValueError, "cumulative lengths", id="none"),
     ],
 )
-def test_invalid_cumulative_lengths_raise(mask, cumulative_lengths, error_type, sentence):
-    with pytest.raises(error_type, match=sentence):
+def test_invalid_cumulative_lengths_raise(mask, cumulative_lengths, error_type, error_pattern):
+    with pytest.raises(error_type, match=error_pattern):
         mask.with_documents(None, torch.tensor(cumulative_lengths))
 
 
@@ -227,10 +230,12 @@ def test_repeated_cumulative_lengths_are_ignored():
     assert mask.doc_ids.tolist() == [[0, 1, 1, 1]]
 
 
-PADDING_MASK = torch.tensor([[False, False, True, True], [True, True, True, True]])
+LEFT_PADDED_ROW_MASK = torch.tensor([[False, False, True, True], [True, True, True, True]])
 PACKING_CASES = [
-    pytest.param({"padding_mask": PADDING_MASK}, None, [[(2, 2)], [(4, 4)]], id="padding"),
-    pytest.param({"padding_mask": PADDING_MASK | True}, None, None, id="mask-without-padding"),
+    pytest.param({"padding_mask": LEFT_PADDED_ROW_MASK}, None, [[(2, 2)], [(4, 4)]], id="padding"),
+    pytest.param(
+        {"padding_mask": LEFT_PADDED_ROW_MASK | True}, None, None, id="mask-without-padding"
+    ),
     pytest.param(
         {"position_ids": torch.tensor([[0, 1, 0, 1]])}, [[0, 0, 1, 1]] * 2, None, id="positions"
     ),
@@ -240,16 +245,21 @@ PACKING_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "doc_ids", "lengths"), PACKING_CASES)
-def test_detect_packing_finds_documents_and_padding(arguments, doc_ids, lengths):
-    arguments = {"position_ids": None, "cu_seqlens": None, "padding_mask": None, **arguments}
-    packing = detect_packing(**arguments, batch=2, query_slots=slice(0, 4), kv_length=4)
+@pytest.mark.parametrize(("packing_arguments", "doc_ids", "document_lengths"), PACKING_CASES)
+def test_detect_packing_finds_documents_and_padding(packing_arguments, doc_ids, document_lengths):
+    packing_arguments = {
+        "position_ids": None,
+        "cu_seqlens": None,
+        "padding_mask": None,
+        **packing_arguments,
+    }
+    packing = detect_packing(**packing_arguments, batch=2, query_slots=slice(0, 4), kv_length=4)
     assert (packing.doc_ids is None) if doc_ids is None else packing.doc_ids.tolist() == doc_ids
-    assert packing.lengths == lengths
-    assert (packing.padding_mask is None) == (lengths is None)
+    assert packing.document_lengths == document_lengths
+    assert (packing.padding_mask is None) == (document_lengths is None)
 
 
-def make_layout(num_rows, length, padding_mask=None, doc_ids=None, lengths=None):
+def make_layout(num_rows, length, padding_mask=None, doc_ids=None, document_lengths=None):
     """Return the `BlockLayout` of a prefill of ``num_rows`` rows with ``length`` tokens each."""
     return BlockLayout.build(
         batch=num_rows,
@@ -260,7 +270,7 @@ def make_layout(num_rows, length, padding_mask=None, doc_ids=None, lengths=None)
         doc_ids=doc_ids,
         align=16,
         device=torch.device("cpu"),
-        options=LayoutOptions(lengths=lengths),
+        options=LayoutOptions(document_lengths=document_lengths),
     )
 
 
@@ -298,15 +308,18 @@ def test_query_blocks_below_min_length_belong_to_short_sequences(
     min_lengths, expected_rows, has_lengths
 ):
     padding_mask = torch.arange(40) >= torch.tensor([[20], [0]])
-    lengths = [[DocumentLength(20, 20)], [DocumentLength(40, 40)]] if has_lengths else None
-    layout = make_layout(2, 40, padding_mask=padding_mask, lengths=lengths)
-    actual = layout.query_blocks_below_min_length(**min_lengths, query_block=16)
+    document_lengths = [[DocumentLength(20, 20)], [DocumentLength(40, 40)]] if has_lengths else None
+    layout = make_layout(2, 40, padding_mask=padding_mask, document_lengths=document_lengths)
+    actual_rows = layout.query_blocks_below_min_length(**min_lengths, query_block=16)
     if has_lengths and expected_rows == [[], []]:
-        assert actual is None
+        assert actual_rows is None
         return
-    assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == expected_rows
+    assert [
+        [query_block for query_block in padded_query_blocks if query_block >= 0]
+        for padded_query_blocks in actual_rows.tolist()
+    ] == expected_rows
     # with known lengths, the result is not wider than the longest list
-    assert not has_lengths or actual.shape[1] == max(map(len, expected_rows))
+    assert not has_lengths or actual_rows.shape[1] == max(map(len, expected_rows))
 
 
 def test_plain_call_has_no_query_blocks_below_min_length():
@@ -324,9 +337,13 @@ def test_layout_of_padding_only_has_empty_ranges():
 @pytest.fixture
 def gemma():
     """Return a Gemma 4, which slices the mask for layers that share KV with earlier layers."""
-    sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 40}
+    model_sizes = MODEL_SIZES | {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 40,
+    }
     config = Gemma4TextConfig(
-        **sizes,
+        **model_sizes,
         layer_types=["sliding_attention", "full_attention"] * 2,
         vocab_size_per_layer_input=64,
         hidden_size_per_layer_input=16,
@@ -344,7 +361,7 @@ SLICED_MASK_CASES = {
     "packed": (
         {
             "input_ids": tokens(1, 150),
-            "position_ids": packed_position_ids((90, 60)),
+            "position_ids": make_packed_position_ids((90, 60)),
             "use_cache": False,
         },
         torch.ones(1, 150, dtype=torch.bool),
@@ -363,7 +380,7 @@ def test_sliced_mask_computes_last_queries_only(
 ):
     inputs = {**inputs, "logits_to_keep": logits_to_keep}
     expected = gemma(**inputs).logits
-    cab_hf.apply_cab(gemma, FULL)
+    cab_hf.apply_cab(gemma, FULL_BUDGET_CONFIG)
     gemma.set_attn_implementation(implementation)
     is_real = token_mask[:, -logits_to_keep:]
     actual = gemma(**inputs).logits
@@ -373,7 +390,7 @@ def test_sliced_mask_computes_last_queries_only(
 @torch.no_grad()
 @pytest.mark.parametrize("logits_to_keep", [1, 20])
 def test_last_queries_of_padded_batch_equal_single_rows(gemma, logits_to_keep):
-    cab_hf.apply_cab(gemma, SPARSE)
+    cab_hf.apply_cab(gemma, SPARSE_CONFIG)
     ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :40] = 0
     actual = gemma(ids, attention_mask=mask, logits_to_keep=logits_to_keep).logits
@@ -382,7 +399,7 @@ def test_last_queries_of_padded_batch_equal_single_rows(gemma, logits_to_keep):
 
 
 @pytest.mark.parametrize(
-    "index",
+    "mask_index",
     [
         pytest.param((slice(None), slice(None), slice(2), slice(None)), id="first-queries"),
         pytest.param((slice(None), slice(None), slice(8, None), slice(None)), id="no-query"),
@@ -391,15 +408,18 @@ def test_last_queries_of_padded_batch_equal_single_rows(gemma, logits_to_keep):
         pytest.param((slice(None), 0), id="a-head"),
     ],
 )
-def test_other_mask_slices_raise(index):
+def test_other_mask_slices_raise(mask_index):
     with pytest.raises(NotImplementedError, match="computes with its attention mask"):
-        cab_mask(1, 8, 8)[index]
+        cab_mask(1, 8, 8)[mask_index]
 
 
 def make_right_padded_ids(*lengths):
     """Return token ids [B, N] of random sequences with these lengths, right-padded with 0."""
     max_length = max(lengths)
-    rows = [F.pad(tokens(1, n, seed=n), (0, max_length - n)) for n in lengths]
+    rows = [
+        F.pad(tokens(1, row_length, seed=row_length), (0, max_length - row_length))
+        for row_length in lengths
+    ]
     return torch.cat(rows)
 
 
@@ -415,16 +435,19 @@ UNMASKED_IDS = [
 @pytest.mark.parametrize(("ids", "num_warnings"), UNMASKED_IDS)
 @torch.no_grad()
 def test_right_padding_without_mask_warns_once(ids, num_warnings, monkeypatch, recwarn):
-    monkeypatch.setattr(checks, "_shown_warnings", set())
-    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    monkeypatch.setattr(checks, "_shown_warning_keys", set())
+    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
     model(ids, attention_mask=(ids != 0).long(), use_cache=False)
-    assert not any("attention_mask" in str(each.message) for each in recwarn)
+    assert not any("attention_mask" in str(warning.message) for warning in recwarn)
     for _ in range(2):
         model(ids, use_cache=False)
     messages = [
-        str(each.message) for each in recwarn if "without an attention_mask" in str(each.message)
+        str(warning.message)
+        for warning in recwarn
+        if "without an attention_mask" in str(warning.message)
     ]
     assert len(messages) == num_warnings
     assert all(
-        "reads 3 sequences" in each and "of which 2 end in 4 or more" in each for each in messages
+        "reads 3 sequences" in message and "of which 2 end in 4 or more" in message
+        for message in messages
     )

@@ -19,15 +19,15 @@ def capability_override(request, monkeypatch):
 
 
 def test_environment_variable_selects_capability(capability_override):
-    x = torch.zeros(1, dtype=torch.bfloat16)
+    tensor = torch.zeros(1, dtype=torch.bfloat16)
     is_hopper = capability_override == (9, 0)
-    assert (gather.choose_scoring_dtype(x) == tiles.FP8) == (capability_override >= (8, 9))
-    assert launch.reads_by_descriptor("cuda") == launch.pdl_options(x)["USE_PDL"] == is_hopper
-    assert launch.has_ptx(x) == (capability_override != (0, 0))
-    reason = flash.unavailable(128, x.dtype, 128, 64)
-    assert ("runs on sm_90" in (reason or "")) != is_hopper
-    reason = ffpa.unavailable("cuda", 512, x.dtype, False, length=4096)
-    assert ("Hopper" in (reason or "")) != is_hopper
+    assert (gather.choose_scoring_dtype(tensor) == tiles.FP8) == (capability_override >= (8, 9))
+    assert launch.reads_by_descriptor("cuda") == launch.pdl_options(tensor)["USE_PDL"] == is_hopper
+    assert launch.has_ptx(tensor) == (capability_override != (0, 0))
+    unavailable_reason = flash.unavailable(128, tensor.dtype, 128, 64)
+    assert ("runs on sm_90" in (unavailable_reason or "")) != is_hopper
+    unavailable_reason = ffpa.unavailable("cuda", 512, tensor.dtype, False, length=4096)
+    assert ("Hopper" in (unavailable_reason or "")) != is_hopper
 
 
 def test_provenance_records_overridden_capability(capability_override):
@@ -40,7 +40,7 @@ def test_no_override_without_the_variable():
     assert "capability" not in device_name("cpu")
 
 
-@pytest.mark.parametrize("value", ["8", "ampere", "8.x", "8.0.1"])
-def test_invalid_capability_variable_raises(value):
+@pytest.mark.parametrize("variable_value", ["8", "ampere", "8.x", "8.0.1"])
+def test_invalid_capability_variable_raises(variable_value):
     with pytest.raises(ValueError, match="CAB_HF_CAPABILITY must be"):
-        capability._parse_capability(value)
+        capability._parse_capability(variable_value)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from call_cases import compute_logits, pad_left
 from marks import mark_slow_except
-from tiny import FULL, SPARSE, qkv, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, qkv, tiny_model, tokens
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import StaticCache
 
@@ -31,13 +31,13 @@ PADDED_INPUTS = {"attention_mask": torch.arange(130)[None] >= 20}
 PACKED_INPUTS = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
 CALL_CASES = [
     # with min_length above 0, `route` also compares lengths with break-even points
-    pytest.param(replace(SPARSE, min_length=100), {}, "REFERENCE", id="plain"),
-    pytest.param(FULL, PACKED_INPUTS, "TRITON", id="packed-by-lists"),
-    pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
-    pytest.param(SPARSE, PADDED_INPUTS, "REFERENCE", id="padded"),
+    pytest.param(replace(SPARSE_CONFIG, min_length=100), {}, "REFERENCE", id="plain"),
+    pytest.param(FULL_BUDGET_CONFIG, PACKED_INPUTS, "TRITON", id="packed-by-lists"),
+    pytest.param(SPARSE_CONFIG, {"use_cache": False}, "REFERENCE", id="training-call"),
+    pytest.param(SPARSE_CONFIG, PADDED_INPUTS, "REFERENCE", id="padded"),
     # engine TRITON reads block lists only, so that the dense tail must be in the lists
-    pytest.param(SPARSE, {}, "TRITON", id="plain-by-lists"),
-    pytest.param(SPARSE, PADDED_INPUTS, "TRITON", id="padded-by-lists"),
+    pytest.param(SPARSE_CONFIG, {}, "TRITON", id="plain-by-lists"),
+    pytest.param(SPARSE_CONFIG, PADDED_INPUTS, "TRITON", id="padded-by-lists"),
 ]
 
 
@@ -48,8 +48,8 @@ def test_compiles_without_a_graph_break(one_layer_llama, config, inputs, engine,
         expected = compute_logits(one_layer_llama, input_ids=ids, **inputs)
         monkeypatch.setattr(engines, "REFERENCE", getattr(engines, engine))
         torch._dynamo.reset()
-        compiled = torch.compile(one_layer_llama, fullgraph=True, backend="aot_eager")
-        actual = compute_logits(compiled, input_ids=ids, **inputs)
+        compiled_model = torch.compile(one_layer_llama, fullgraph=True, backend="aot_eager")
+        actual = compute_logits(compiled_model, input_ids=ids, **inputs)
     is_real = inputs.get("attention_mask", torch.ones(1, 130)).bool()
     torch.testing.assert_close(actual[is_real], expected[is_real], **TOLERANCE)
 
@@ -57,11 +57,11 @@ def test_compiles_without_a_graph_break(one_layer_llama, config, inputs, engine,
 def test_attention_without_mask_compiles_without_graph_break(one_layer_llama):
     q, k, v = qkv(q_length=130, heads=4, kv_heads=2, dim=16)
     layer = one_layer_llama.model.layers[0].self_attn
-    with cab_hf.cab(one_layer_llama, SPARSE), torch.no_grad():
+    with cab_hf.cab(one_layer_llama, SPARSE_CONFIG), torch.no_grad():
         expected, _ = cab_attention(layer, q, k, v, attention_mask=None)
         torch._dynamo.reset()
-        compiled = torch.compile(cab_attention, fullgraph=True, backend="aot_eager")
-        actual, _ = compiled(layer, q, k, v, attention_mask=None)
+        compiled_attention = torch.compile(cab_attention, fullgraph=True, backend="aot_eager")
+        actual, _ = compiled_attention(layer, q, k, v, attention_mask=None)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
@@ -69,25 +69,25 @@ MASK_INPUTS = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cac
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4"])
-@pytest.mark.parametrize("mask_or_cache", ["mask", "cache", "static-cache"])
+@pytest.mark.parametrize("input_kind", ["mask", "cache", "static-cache"])
 @torch.no_grad()
-def test_compiled_packed_documents_with_mask_or_cache_raise(family, mask_or_cache):
-    model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL)
+def test_compiled_packed_documents_with_mask_or_cache_raise(family, input_kind):
+    model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL_BUDGET_CONFIG)
 
     def make_mask_or_cache():
-        if mask_or_cache == "static-cache":
+        if input_kind == "static-cache":
             return make_cache_arguments(model, StaticCache(model.config, max_cache_len=200))
-        return MASK_INPUTS if mask_or_cache == "mask" else {"use_cache": True}
+        return MASK_INPUTS if input_kind == "mask" else {"use_cache": True}
 
     torch._dynamo.reset()
-    compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(1, 130)
+    compiled_model, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(1, 130)
     expected = compute_logits(model, input_ids=ids, **make_mask_or_cache())
     torch.testing.assert_close(
-        compute_logits(compiled, input_ids=ids, **make_mask_or_cache()), expected, **TOLERANCE
+        compute_logits(compiled_model, input_ids=ids, **make_mask_or_cache()), expected, **TOLERANCE
     )
     packed_inputs = {"input_ids": ids, "position_ids": PACKED_INPUTS["position_ids"]}
     with pytest.raises(NotImplementedError, match="^position_ids pack documents in a compiled"):
-        compute_logits(compiled, **packed_inputs, **make_mask_or_cache())
+        compute_logits(compiled_model, **packed_inputs, **make_mask_or_cache())
 
 
 @pytest.mark.slow
@@ -95,12 +95,12 @@ def test_changed_settings_recompile(one_layer_llama):
     """Change settings between calls, because TorchDynamo makes numbers symbolic after a change."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
-    for fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
-        with cab_hf.cab(one_layer_llama, SPARSE, **fields):
+    for changed_fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
+        with cab_hf.cab(one_layer_llama, SPARSE_CONFIG, **changed_fields):
             expected = compute_logits(one_layer_llama, input_ids=ids)
-            compiled = torch.compile(one_layer_llama, fullgraph=True, backend="aot_eager")
+            compiled_model = torch.compile(one_layer_llama, fullgraph=True, backend="aot_eager")
             torch.testing.assert_close(
-                compute_logits(compiled, input_ids=ids), expected, **TOLERANCE
+                compute_logits(compiled_model, input_ids=ids), expected, **TOLERANCE
             )
 
 
@@ -135,28 +135,32 @@ def train_step(model, ids):
 
 # by name: (CabConfig or None for "cab_dense", family of the model)
 COMPILED_CONFIGS = {
-    "sparse": (replace(SPARSE, outlier_queries=0), "llama"),
-    "outliers": (SPARSE, "llama"),
-    "full": (FULL, "llama"),
-    "streaming": (SPARSE.changed(predictor="streaming"), "llama"),
+    "sparse": (replace(SPARSE_CONFIG, outlier_queries=0), "llama"),
+    "outliers": (SPARSE_CONFIG, "llama"),
+    "full": (FULL_BUDGET_CONFIG, "llama"),
+    "streaming": (SPARSE_CONFIG.changed(predictor="streaming"), "llama"),
     "published": (CabConfig.published(0.6, query_block=32, key_block=16, min_length=0), "llama"),
     "cab_dense": (None, "llama"),
     "sliding": (None, "mistral-sliding"),
 }
 MODEL_FUNCTIONS = (prefill_plain, prefill_padded, prefill_static_cache, train_step)
 FAST_CASES = ("sparse-prefill_padded", "outliers-prefill_static_cache", "cab_dense-prefill_plain")
-CASE_NAMES = [f"{name}-{read.__name__}" for name in COMPILED_CONFIGS for read in MODEL_FUNCTIONS]
+CASE_NAMES = [
+    f"{config_name}-{model_function.__name__}"
+    for config_name in COMPILED_CONFIGS
+    for model_function in MODEL_FUNCTIONS
+]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", mark_slow_except(CASE_NAMES, *map(CASE_NAMES.index, FAST_CASES)))
-@pytest.mark.parametrize("dynamic", mark_slow_except([True, None], 0))
-def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic):
+@pytest.mark.parametrize("dynamic_shapes", mark_slow_except([True, None], 0))
+def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic_shapes):
     """Allow three graphs: one for dynamic lengths, one for the first length, one for the loss."""
-    name, function_name = case.split("-")
-    (config, family), run_model = COMPILED_CONFIGS[name], globals()[function_name]
+    config_name, function_name = case.split("-")
+    (config, family), run_model = COMPILED_CONFIGS[config_name], globals()[function_name]
     model, graphs = tiny_model(family, num_hidden_layers=1), []
-    cab_hf.apply_cab(model, config or FULL)
+    cab_hf.apply_cab(model, config or FULL_BUDGET_CONFIG)
     if config is None:
         model.set_attn_implementation("cab_dense")
 
@@ -165,8 +169,10 @@ def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic):
         return aot_eager(graph, inputs) if run_model is train_step else graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, dynamic=dynamic, backend=record_graph)
+    compiled_model = torch.compile(model, dynamic=dynamic_shapes, backend=record_graph)
     for length in (300, 323, 347, 371, 396, 420):
         ids = tokens(2, length)
-        torch.testing.assert_close(run_model(compiled, ids), run_model(model, ids), **TOLERANCE)
+        torch.testing.assert_close(
+            run_model(compiled_model, ids), run_model(model, ids), **TOLERANCE
+        )
     assert len(graphs) <= 3

@@ -10,22 +10,22 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
-from cab_hf.config import FIELDS, Origin, num_typical_queries
+from cab_hf.config import FIELDS_BY_NAME, Origin, num_typical_queries
 from cab_hf.hf.fit import require_layers
 
-CASCADE_FIELDS = {"predictor": "cascade", "anchors": (0,)}
-NAN, INFINITE = float("nan"), float("inf")
+CASCADE_CONFIG_FIELDS = {"predictor": "cascade", "anchors": (0,)}
+NAN, INFINITY = float("nan"), float("inf")
 # values whose type or range is wrong for most fields of CabConfig
 INVALID_VALUES = [
-    *(None, True, 1, -1, 1.5, NAN, INFINITE, 2**40, "x", "", b"x", {}, {"a": 1}, {1}, object()),
+    *(None, True, 1, -1, 1.5, NAN, INFINITY, 2**40, "x", "", b"x", {}, {"a": 1}, {1}, object()),
     *((), (1,), ((1,),), ((),), (None,), [[]], [["x"]], [[True]], [[NAN]], [[-1]], [[2, 1], [1]]),
     *(torch.tensor(1), torch.ones(2), np.float32(0.5), np.ones((1, 1))),
 ]
-ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
+CALIBRATION_ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
 
 
 @pytest.mark.parametrize(
-    "field, value",
+    "field, invalid_value",
     [
         ("query_block", 100),
         ("query_block", 0),
@@ -77,43 +77,43 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("origin", "smollm2"),
         ("origin", ("smollm2", 30)),
         ("origin", {"model": "smollm2"}),
-        ("origin", {**ORIGIN._asdict(), "heads": 0}),
-        ("origin", {**ORIGIN._asdict(), "layers": "30"}),
-        ("origin", {**ORIGIN._asdict(), "length": None}),
-        ("origin", {**ORIGIN._asdict(), "model": None}),
+        ("origin", {**CALIBRATION_ORIGIN._asdict(), "heads": 0}),
+        ("origin", {**CALIBRATION_ORIGIN._asdict(), "layers": "30"}),
+        ("origin", {**CALIBRATION_ORIGIN._asdict(), "length": None}),
+        ("origin", {**CALIBRATION_ORIGIN._asdict(), "model": None}),
     ],
 )
-def test_out_of_range_value_raises_with_field_name(field, value):
+def test_out_of_range_value_raises_with_field_name(field, invalid_value):
     with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as error_info:
-        CabConfig(**{field: value})
+        CabConfig(**{field: invalid_value})
     assert len(str(error_info.value)) < 200
 
 
-@pytest.mark.parametrize("base_fields", [{}, CASCADE_FIELDS], ids=["rows", "cascade"])
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("base_fields", [{}, CASCADE_CONFIG_FIELDS], ids=["rows", "cascade"])
+@pytest.mark.parametrize("field", FIELDS_BY_NAME)
 def test_wrong_type_raises_or_serialises(field, base_fields):
-    for value in INVALID_VALUES:
+    for invalid_value in INVALID_VALUES:
         try:
-            config = CabConfig(**{**base_fields, field: value})
+            config = CabConfig(**{**base_fields, field: invalid_value})
         except ValueError as error:
             assert re.match(rf"CabConfig\.{field} (is|must be) ", str(error))
         else:
             assert CabConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("value", [1, 0, None, False, "", {}, torch.ones(2)])
-def test_head_map_must_be_a_table(value):
+@pytest.mark.parametrize("head_map", [1, 0, None, False, "", {}, torch.ones(2)])
+def test_head_map_must_be_a_table(head_map):
     with pytest.raises(ValueError, match=r"CabConfig.head_map must be a table.*, got "):
-        CabConfig(**CASCADE_FIELDS, head_map=value)
+        CabConfig(**CASCADE_CONFIG_FIELDS, head_map=head_map)
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
-def test_error_shows_value_of_numpy_and_torch_numbers(value):
-    name = "min_length" if isinstance(value, np.int64) else "mass_threshold"
+@pytest.mark.parametrize("number", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
+def test_error_shows_value_of_numpy_and_torch_numbers(number):
+    field = "min_length" if isinstance(number, np.int64) else "mass_threshold"
     with pytest.raises(
-        ValueError, match=rf"CabConfig\.{name} must be .*, got {re.escape(repr(value))}"
+        ValueError, match=rf"CabConfig\.{field} must be .*, got {re.escape(repr(number))}"
     ):
-        CabConfig(**{name: value})
+        CabConfig(**{field: number})
 
 
 def test_default_min_length_is_16384():
@@ -134,8 +134,8 @@ def test_config_is_frozen_and_hashable():
         CabConfig(dense_layers=(0, 3), mass_threshold=1),
         CabConfig.published(0.9, "additive"),
         CabConfig.published(((0.0, 0.5), (0, 0.25))),
-        CabConfig(origin=ORIGIN),
-        CabConfig(origin=ORIGIN._replace(layers=None, heads=None, kv_heads=None)),
+        CabConfig(origin=CALIBRATION_ORIGIN),
+        CabConfig(origin=CALIBRATION_ORIGIN._replace(layers=None, heads=None, kv_heads=None)),
     ],
     ids=["default", "changed", "published", "tables", "calibrated", "calibrated-uneven"],
 )
@@ -150,12 +150,12 @@ def test_table_lists_become_tuples_and_serialise_as_lists():
 
 
 def test_saved_file_names_calibrated_model(tmp_path):
-    config = CabConfig(origin=ORIGIN)
+    config = CabConfig(origin=CALIBRATION_ORIGIN)
     config.save(tmp_path / "own.json")
-    fields = {"model": "smollm2", "layers": 30, "heads": 9, "kv_heads": 3, "length": 8192}
-    assert json.loads((tmp_path / "own.json").read_text())["origin"] == fields
-    assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=fields)
-    assert hash(config) == hash(CabConfig(origin=fields)) != hash(CabConfig())
+    origin_fields = {"model": "smollm2", "layers": 30, "heads": 9, "kv_heads": 3, "length": 8192}
+    assert json.loads((tmp_path / "own.json").read_text())["origin"] == origin_fields
+    assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=origin_fields)
+    assert hash(config) == hash(CabConfig(origin=origin_fields)) != hash(CabConfig())
     # a config that was not calibrated has no origin
     assert "origin" not in CabConfig().to_dict()
 
@@ -179,21 +179,21 @@ def test_any_layer_index_is_valid_without_num_hidden_layers():
 
 def test_model_config_with_cab_config_can_be_saved(tmp_path):
     cab_config = CabConfig.published(((0.5, 0.0),), dense_layers=(0,))
-    for config in (LlamaConfig(cab_config=cab_config), LlamaConfig()):
-        config.cab_config = cab_config
-        config.save_pretrained(tmp_path)
+    for model_config in (LlamaConfig(cab_config=cab_config), LlamaConfig()):
+        model_config.cab_config = cab_config
+        model_config.save_pretrained(tmp_path)
         assert LlamaConfig.from_pretrained(tmp_path).cab_config == cab_config.to_dict()
 
 
 def test_model_config_has_no_cab_config_by_default():
-    config = LlamaConfig()
-    assert config.cab_config is None and "cab_config" not in config.to_dict()
-    config.cab_config = {"mass_threshold": 0.5}
-    copied_config = copy.deepcopy(config)
-    copied_config.cab_config["mass_threshold"] = 1.0
-    assert config.cab_config == {"mass_threshold": 0.5}
-    del config.cab_config
-    assert config.cab_config is None and "cab_config" not in config.to_dict()
+    model_config = LlamaConfig()
+    assert model_config.cab_config is None and "cab_config" not in model_config.to_dict()
+    model_config.cab_config = {"mass_threshold": 0.5}
+    copied_model_config = copy.deepcopy(model_config)
+    copied_model_config.cab_config["mass_threshold"] = 1.0
+    assert model_config.cab_config == {"mass_threshold": 0.5}
+    del model_config.cab_config
+    assert model_config.cab_config is None and "cab_config" not in model_config.to_dict()
 
 
 UNUSED_FIELDS = [
@@ -210,33 +210,36 @@ UNUSED_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "sentence"), UNUSED_FIELDS)
-def test_unused_field_raises(fields, sentence):
-    message = f"CabConfig.{sentence}"
-    with pytest.raises(ValueError, match=message):
-        CabConfig(**fields)
-    with pytest.raises(ValueError, match=message):
-        CabConfig.from_dict(fields)
-    with pytest.raises(ValueError, match=message):
-        CabConfig().changed(**fields)
+@pytest.mark.parametrize(("config_fields", "message_pattern"), UNUSED_FIELDS)
+def test_unused_field_raises(config_fields, message_pattern):
+    error_pattern = f"CabConfig.{message_pattern}"
+    with pytest.raises(ValueError, match=error_pattern):
+        CabConfig(**config_fields)
+    with pytest.raises(ValueError, match=error_pattern):
+        CabConfig.from_dict(config_fields)
+    with pytest.raises(ValueError, match=error_pattern):
+        CabConfig().changed(**config_fields)
 
 
-@pytest.mark.parametrize(("fields", "sentence"), UNUSED_FIELDS)
-def test_saved_unused_field_raises(fields, sentence):
-    with pytest.raises(ValueError, match=f"CabConfig.{sentence}"):
-        CabConfig.from_dict({**CabConfig().to_dict(), **fields})
+@pytest.mark.parametrize(("config_fields", "message_pattern"), UNUSED_FIELDS)
+def test_saved_unused_field_raises(config_fields, message_pattern):
+    with pytest.raises(ValueError, match=f"CabConfig.{message_pattern}"):
+        CabConfig.from_dict({**CabConfig().to_dict(), **config_fields})
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "config_fields",
     [
         {"predictor": "mine", "sparsity": 0.8, "redundancy": 0.5, "anchors": (3,)},
         {"curvature": "none", "sparsity": 0},
         {"predictor": "frc", "sparsity": 0.8, "outlier_queries": 0, "curvature": "additive"},
     ],
 )
-def test_used_fields_and_off_values_are_accepted(fields):
-    assert CabConfig(**fields).to_dict().items() >= CabConfig().changed(**fields).to_dict().items()
+def test_used_fields_and_off_values_are_accepted(config_fields):
+    assert (
+        CabConfig(**config_fields).to_dict().items()
+        >= CabConfig().changed(**config_fields).to_dict().items()
+    )
 
 
 def test_replace_resets_fields_that_become_unused():
@@ -249,7 +252,7 @@ def test_replace_resets_fields_that_become_unused():
 
 
 @pytest.mark.parametrize(
-    ("fields", "names"),
+    ("config_fields", "unknown_names"),
     [
         ({"topk": 3}, "'topk'"),
         ({"topk": 3, "self": 1, "cls": 2}, "'topk', 'self' or 'cls'"),
@@ -266,11 +269,14 @@ def test_replace_resets_fields_that_become_unused():
     + [lambda fields: CabConfig.published(**fields)],
     ids=["from_dict", "constructor", "changed", "published"],
 )
-def test_unknown_fields_are_listed_in_one_error(make_config, fields, names):
+def test_unknown_fields_are_listed_in_one_error(make_config, config_fields, unknown_names):
     with pytest.raises(ValueError) as error_info:
-        make_config(fields)
+        make_config(config_fields)
     field_names = ", ".join(field.name for field in dataclasses.fields(CabConfig))
-    assert str(error_info.value) == f"CabConfig has no field {names}; its fields are {field_names}."
+    assert (
+        str(error_info.value)
+        == f"CabConfig has no field {unknown_names}; its fields are {field_names}."
+    )
 
 
 def test_from_dict_with_other_types_raises():
@@ -281,7 +287,7 @@ def test_from_dict_with_other_types_raises():
 
 
 def test_old_name_of_outlier_queries_loads_with_warning(monkeypatch):
-    monkeypatch.setattr(checks, "_shown_warnings", set())
+    monkeypatch.setattr(checks, "_shown_warning_keys", set())
     with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as caught_warnings:
         loaded_config = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})
         assert CabConfig.from_dict({"exact_queries": 8}) == CabConfig(outlier_queries=8)
@@ -320,10 +326,12 @@ def test_decode_tokens_requires_sparse_decode():
     assert CabConfig.from_dict(saved_fields) == CabConfig()
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CabConfig)])
-def test_docstring_states_default_of_every_field(name):
+@pytest.mark.parametrize("field_name", [field.name for field in dataclasses.fields(CabConfig)])
+def test_docstring_states_default_of_every_field(field_name):
     entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
-    (entry,) = [field_entry for field_entry in entries if field_entry.startswith(f"{name}: ")]
-    default = getattr(CabConfig(), name)
-    default_text = f'``"{default}"``' if isinstance(default, str) else repr(default)
+    (entry,) = [field_entry for field_entry in entries if field_entry.startswith(f"{field_name}: ")]
+    default_value = getattr(CabConfig(), field_name)
+    default_text = (
+        f'``"{default_value}"``' if isinstance(default_value, str) else repr(default_value)
+    )
     assert f"Default {default_text}." in " ".join(entry.split())

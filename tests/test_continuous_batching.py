@@ -9,18 +9,18 @@ import transformers
 from batching_cases import (
     BATCHING_OPTIONS,
     BLOCK_TABLE_OPTIONS,
-    GREEDY,
-    LOW_THRESHOLD,
+    GREEDY_GENERATION_CONFIG,
+    LOW_THRESHOLD_CONFIG,
     PROMPTS,
     apply_config,
-    attention_implementations,
     generate_batched,
     generate_one_by_one,
+    list_attention_implementations,
     make_batching_config,
     record_routes,
 )
 from marks import mark_slow_except
-from tiny import SPARSE, tiny_llava, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_llava, tiny_model, tokens
 from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.generation.continuous_batching import continuous_api
@@ -30,9 +30,9 @@ from transformers.generation.continuous_batching.requests import RequestState
 import cab_hf
 from cab_hf import checks
 from cab_hf.batching import batch, support
-from cab_hf.config import NAMES
+from cab_hf.config import IMPLEMENTATION_NAMES
 
-allocators = pytest.importorskip(
+cache_allocators = pytest.importorskip(
     "transformers.generation.continuous_batching.cache_allocators.full_attention",
     reason="this version of transformers is too old for continuous batching",
 )
@@ -47,11 +47,11 @@ allocators = pytest.importorskip(
     ),
 )
 def test_full_budget_equals_dense_attention(family, implementation, batching_options):
-    fields = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
-    model = tiny_model(family, **fields)
-    expected = generate_one_by_one(model)
+    model_fields = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
+    model = tiny_model(family, **model_fields)
+    expected_tokens = generate_one_by_one(model)
     apply_config(model).set_attn_implementation(implementation)
-    assert generate_batched(model, **batching_options) == expected
+    assert generate_batched(model, **batching_options) == expected_tokens
 
 
 @pytest.mark.parametrize("batching_options", BATCHING_OPTIONS.values(), ids=BATCHING_OPTIONS)
@@ -59,59 +59,78 @@ def test_decode_steps_read_pages_without_gather(batching_options, monkeypatch):
     """Count gathered keys: decode steps must read pages in place, and prompts gather their keys."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
     model, gathered_counts = tiny_model(), []
-    expected = generate_one_by_one(model)
-    original_update = allocators.FullAttentionCacheAllocator.update
+    expected_tokens = generate_one_by_one(model)
+    original_update = cache_allocators.FullAttentionCacheAllocator.update
 
     def record_update(self, keys, values, layer, read, write):
         gathered_counts.append((len(read), len(write)))
         # transformers calls this method with positional arguments
         return original_update(self, keys, values, layer, read, write)
 
-    monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", record_update)
-    assert generate_batched(apply_config(model), **batching_options) == expected
+    monkeypatch.setattr(cache_allocators.FullAttentionCacheAllocator, "update", record_update)
+    assert generate_batched(apply_config(model), **batching_options) == expected_tokens
     if "max_blocks_per_request" not in batching_options:
         # batches of decode steps gather no keys; other batches gather the keys of their prompts
         max_length = max(map(len, PROMPTS))
-        assert all(read == 0 for read, written in gathered_counts if written <= len(PROMPTS))
+        assert all(
+            num_read_keys == 0
+            for num_read_keys, num_written_keys in gathered_counts
+            if num_written_keys <= len(PROMPTS)
+        )
         # at most two prompts are in a batch: the end of one prompt and the start of the next prompt
-        assert max(read - written for read, written in gathered_counts) < 2 * max_length
+        assert (
+            max(
+                num_read_keys - num_written_keys
+                for num_read_keys, num_written_keys in gathered_counts
+            )
+            < 2 * max_length
+        )
 
 
 @pytest.mark.parametrize("batching_options", [{}, BLOCK_TABLE_OPTIONS], ids=["at-once", "pages"])
 def test_sparse_sequence_equals_single_generation(batching_options):
-    model = apply_config(tiny_model(), SPARSE)
+    model = apply_config(tiny_model(), SPARSE_CONFIG)
     assert generate_batched(model, **batching_options) == generate_one_by_one(model)
 
 
 def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
-    model = apply_config(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=1))
-    for prompt, answer in zip(PROMPTS, generate_one_by_one(model), strict=True):
+    model = apply_config(tiny_model(), dataclasses.replace(SPARSE_CONFIG, dense_tail_blocks=1))
+    for prompt, answer_tokens in zip(PROMPTS, generate_one_by_one(model), strict=True):
         # 90 tokens are no multiple of the query block
-        assert generate_batched(model, [prompt], max_batch_tokens=90) == [answer]
+        assert generate_batched(model, [prompt], max_batch_tokens=90) == [answer_tokens]
 
 
 @pytest.mark.parametrize("batch_tokens", [96, 100, 133])
 def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tokens, monkeypatch):
     """Check that the chunks of each prompt end at multiples of the query block."""
     routes = record_routes(monkeypatch)
-    model = apply_config(tiny_model(), LOW_THRESHOLD)
-    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
-    expected = generate_one_by_one(model, prompts)
-    assert generate_batched(model, prompts, max_batch_tokens=batch_tokens, page_size=32) == expected
+    model = apply_config(tiny_model(), LOW_THRESHOLD_CONFIG)
+    prompts = [
+        tokens(1, prompt_length, seed=prompt_length)[0].tolist()
+        for prompt_length in (340, 77, 201, 20, 150, 96)
+    ]
+    expected_tokens = generate_one_by_one(model, prompts)
+    assert (
+        generate_batched(model, prompts, max_batch_tokens=batch_tokens, page_size=32)
+        == expected_tokens
+    )
     prompt_ends = set(map(len, prompts))
-    chunks = [(mask.q_offset, mask.kv_length) for mask, _ in routes if mask.q_length > 1]
-    assert all(start % 32 == 0 and (end % 32 == 0 or end in prompt_ends) for start, end in chunks)
-    assert any(end % 32 for _, end in chunks)
+    chunk_bounds = [(mask.q_offset, mask.kv_length) for mask, _ in routes if mask.q_length > 1]
+    assert all(
+        chunk_start % 32 == 0 and (chunk_end % 32 == 0 or chunk_end in prompt_ends)
+        for chunk_start, chunk_end in chunk_bounds
+    )
+    assert any(chunk_end % 32 for _, chunk_end in chunk_bounds)
 
 
-@pytest.mark.parametrize(("num_answers", "prefill_end"), [(1, 340), (2, 339)])
-def test_dense_tail_applies_to_prompt_end_only(num_answers, prefill_end, monkeypatch):
+@pytest.mark.parametrize(("num_answers", "prefill_length"), [(1, 340), (2, 339)])
+def test_dense_tail_applies_to_prompt_end_only(num_answers, prefill_length, monkeypatch):
     """Test a dense tail of 2 blocks of 32, which starts in the third chunk and ends in the fourth.
 
-    For two answers, ``prefill_end`` is 339: the answers share a prefill without the last token.
+    For two answers, ``prefill_length`` is 339: the answers share a prefill without the last token.
     """
     routes = record_routes(monkeypatch)
-    model = apply_config(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
+    model = apply_config(tiny_model(), dataclasses.replace(SPARSE_CONFIG, dense_tail_blocks=2))
     model.generate_batch(
         tokens(1, 340).tolist(),
         GenerationConfig(
@@ -120,40 +139,40 @@ def test_dense_tail_applies_to_prompt_end_only(num_answers, prefill_end, monkeyp
         make_batching_config(max_batch_tokens=96),
         warmup=False,
     )
-    tails = {
+    tail_by_kv_length = {
         mask.kv_length: route.config.dense_tail_blocks if route.method == "sparse" else route.method
         for mask, route in routes
         if mask.q_length > 1
     }
-    assert tails == {96: 0, 192: 0, 288: 2, prefill_end: "dense_masked"}
+    assert tail_by_kv_length == {96: 0, 192: 0, 288: 2, prefill_length: "dense_masked"}
 
 
 def test_common_prefixes_share_pages():
-    model = apply_config(tiny_model(), SPARSE)
-    settings = make_batching_config()
+    model = apply_config(tiny_model(), SPARSE_CONFIG)
+    batching_config = make_batching_config()
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=settings
+        GREEDY_GENERATION_CONFIG, continuous_batching_config=batching_config
     ) as manager:
-        answers = []
+        results = []
         for prompt in PROMPTS[-3:]:
             manager.add_request(prompt)
-            answers.append(manager.get_result(timeout=60))
-    assert [answer.generated_tokens for answer in answers] == generate_one_by_one(
+            results.append(manager.get_result(timeout=60))
+    assert [result.generated_tokens for result in results] == generate_one_by_one(
         model, PROMPTS[-3:]
     )
 
 
 def test_preempted_requests_are_resumed(monkeypatch):
-    results, original_offload = [], OffloadingManager.offload_requests
+    offload_results, original_offload_requests = [], OffloadingManager.offload_requests
     monkeypatch.setattr(
         OffloadingManager,
         "offload_requests",
-        lambda self: results.append(original_offload(self)) or results[-1],
+        lambda self: offload_results.append(original_offload_requests(self)) or offload_results[-1],
     )
     model = tiny_model()
     expected = generate_one_by_one(model)
     assert generate_batched(apply_config(model), num_blocks=26) == expected
-    assert any(results)
+    assert any(offload_results)
 
 
 def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
@@ -161,24 +180,31 @@ def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
 
     Without offloading, transformers restarts a preempted request with these tokens appended.
     """
-    answer_lengths, original_create = [], RequestState.create_equivalent_initial_request
+    answer_lengths, original_create_request = [], RequestState.create_equivalent_initial_request
     monkeypatch.setattr(
         RequestState,
         "create_equivalent_initial_request",
-        lambda self: answer_lengths.append(len(self.generated_tokens)) or original_create(self),
+        lambda self: (
+            answer_lengths.append(len(self.generated_tokens)) or original_create_request(self)
+        ),
     )
-    model = apply_config(tiny_model(), LOW_THRESHOLD)
-    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (300, 250, 320, 280, 310)]
+    model = apply_config(tiny_model(), LOW_THRESHOLD_CONFIG)
+    prompts = [
+        tokens(1, prompt_length, seed=prompt_length)[0].tolist()
+        for prompt_length in (300, 250, 320, 280, 310)
+    ]
     generation_config = GenerationConfig(
         max_new_tokens=60, do_sample=False, pad_token_id=0, eos_token_id=-1
     )
 
     def generate_answers(num_pages):
-        settings = make_batching_config(
+        batching_config = make_batching_config(
             num_blocks=num_pages, page_size=32, allow_block_sharing=False
         )
-        result = model.generate_batch(prompts, generation_config, settings, warmup=False)
-        return [answer.generated_tokens for answer in result.values()]
+        results_by_request = model.generate_batch(
+            prompts, generation_config, batching_config, warmup=False
+        )
+        return [answer.generated_tokens for answer in results_by_request.values()]
 
     expected = generate_answers(400)
     assert not answer_lengths
@@ -189,34 +215,39 @@ def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
 def test_last_chunk_of_one_token_is_prefill(monkeypatch):
     routes = record_routes(monkeypatch)
     model = apply_config(
-        tiny_model(num_hidden_layers=1), dataclasses.replace(LOW_THRESHOLD, dense_tail_blocks=0)
+        tiny_model(num_hidden_layers=1),
+        dataclasses.replace(LOW_THRESHOLD_CONFIG, dense_tail_blocks=0),
     )
     prompt = tokens(1, 97)[0].tolist()
     generate_batched(model, [prompt], max_batch_tokens=96)
-    calls = [(mask.q_offset, mask.q_length, route.method) for mask, route in routes[:3]]
-    assert calls == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
+    call_routes = [(mask.q_offset, mask.q_length, route.method) for mask, route in routes[:3]]
+    assert call_routes == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
 def test_cancelled_request_leaves_others_unchanged():
     model = apply_config(tiny_model())
-    expected = generate_one_by_one(model, PROMPTS[:3])
+    expected_tokens = generate_one_by_one(model, PROMPTS[:3])
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=make_batching_config(max_batch_tokens=32)
+        GREEDY_GENERATION_CONFIG,
+        continuous_batching_config=make_batching_config(max_batch_tokens=32),
     ) as manager:
         request_ids = [manager.add_request(prompt) for prompt in PROMPTS[:3]]
         manager.cancel_request(request_ids[1])
-        answers = {}
-        while len(answers) < 2:
-            answer = manager.get_result(timeout=60)
-            if answer.request_id != request_ids[1]:
-                answers[answer.request_id] = answer.generated_tokens
-    assert answers == {request_ids[0]: expected[0], request_ids[2]: expected[2]}
+        tokens_by_request = {}
+        while len(tokens_by_request) < 2:
+            result = manager.get_result(timeout=60)
+            if result.request_id != request_ids[1]:
+                tokens_by_request[result.request_id] = result.generated_tokens
+    assert tokens_by_request == {
+        request_ids[0]: expected_tokens[0],
+        request_ids[2]: expected_tokens[2],
+    }
 
 
 def generate_in_context(model):
     """Generate with the context manager; return a list with the tokens of the first prompt."""
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=make_batching_config()
+        GREEDY_GENERATION_CONFIG, continuous_batching_config=make_batching_config()
     ) as manager:
         manager.add_request(PROMPTS[0])
         return [manager.get_result(timeout=60).generated_tokens]
@@ -244,17 +275,19 @@ def fake_flash_attention(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("generate", GENERATE_FUNCTIONS.values(), ids=GENERATE_FUNCTIONS)
-def test_cab_is_not_switched_to_flash_attention(generate, request):
+@pytest.mark.parametrize(
+    "generate_first_prompt", GENERATE_FUNCTIONS.values(), ids=GENERATE_FUNCTIONS
+)
+def test_cab_is_not_switched_to_flash_attention(generate_first_prompt, request):
     model = tiny_model()
     expected = generate_one_by_one(model, PROMPTS[:1])
     apply_config(model)
     request.getfixturevalue("fake_flash_attention")
-    assert generate(model) == expected
-    assert attention_implementations(model) == ["cab", "cab"]
+    assert generate_first_prompt(model) == expected
+    assert list_attention_implementations(model) == ["cab", "cab"]
 
 
-def tiny_hybrid():
+def make_tiny_hybrid():
     """Return an LFM2 model with an attention layer and a convolution layer."""
     return transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
@@ -269,7 +302,7 @@ def tiny_hybrid():
     ).eval()
 
 
-def tiny_deepseek():
+def make_tiny_deepseek():
     """Return a DeepSeek-V3 model, which has multi-head latent attention."""
     return transformers.DeepseekV3ForCausalLM(
         transformers.DeepseekV3Config(
@@ -294,8 +327,8 @@ UNSUPPORTED_MODELS = {
     "vision-language": (tiny_llava, "some of its parts use another attention"),
     "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
     "chunks": (lambda: tiny_model("llama4"), "layers that attend in chunks of 40 tokens"),
-    "linear": (tiny_hybrid, "layers that mix tokens without attention"),
-    "latent": (tiny_deepseek, "multi-head latent attention"),
+    "linear": (make_tiny_hybrid, "layers that mix tokens without attention"),
+    "latent": (make_tiny_deepseek, "multi-head latent attention"),
 }
 # by name: function that starts continuous batching with a model
 START_FUNCTIONS = {
@@ -304,22 +337,22 @@ START_FUNCTIONS = {
         torch.tensor(PROMPTS[:1]), cache_implementation="paged", max_new_tokens=2
     ),
     "init_continuous_batching": lambda model: model.init_continuous_batching(
-        GREEDY, make_batching_config()
+        GREEDY_GENERATION_CONFIG, make_batching_config()
     ),
     "manager": lambda model: continuous_api.ContinuousBatchingManager(
-        model, GREEDY, make_batching_config()
+        model, GREEDY_GENERATION_CONFIG, make_batching_config()
     ),
 }
 
 
-def assert_start_raises(model, start, reason, request):
-    """Assert that ``start`` raises an error with ``reason``, and does not switch the attention."""
+def assert_start_raises(model, start_batching, reason, request):
+    """Assert that ``start_batching`` raises with ``reason``, and does not switch the attention."""
     apply_config(model)
-    names = attention_implementations(model)
+    implementations = list_attention_implementations(model)
     request.getfixturevalue("fake_flash_attention")
     with pytest.raises(NotImplementedError, match=f"has attn_implementation='cab'.*{reason}"):
-        start(model)
-    assert "cab" in names and attention_implementations(model) == names
+        start_batching(model)
+    assert "cab" in implementations and list_attention_implementations(model) == implementations
 
 
 @pytest.mark.parametrize(
@@ -329,9 +362,9 @@ def test_unsupported_models_raise_before_switching(make_model, reason, request):
     assert_start_raises(make_model(), START_FUNCTIONS["init_continuous_batching"], reason, request)
 
 
-@pytest.mark.parametrize("start", START_FUNCTIONS.values(), ids=START_FUNCTIONS)
-def test_every_entry_point_raises_for_unsupported_models(start, request):
-    assert_start_raises(tiny_model("mistral-sliding"), start, "a sliding window", request)
+@pytest.mark.parametrize("start_batching", START_FUNCTIONS.values(), ids=START_FUNCTIONS)
+def test_every_entry_point_raises_for_unsupported_models(start_batching, request):
+    assert_start_raises(tiny_model("mistral-sliding"), start_batching, "a sliding window", request)
 
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
@@ -346,18 +379,18 @@ def test_describe_reports_continuous_batching_support(implementation):
         "mistral-sliding": windowed_text,
         "llama4": chunked_text,
     }
-    for family, text in support_texts.items():
+    for family, support_text in support_texts.items():
         model = apply_config(tiny_model(family))
         model.set_attn_implementation(implementation)
-        *layers, last_line = cab_hf.describe(model).splitlines()
-        assert last_line.startswith(f"  generate_batch: {text}")
-        assert any("decode:" in line for line in layers) == (implementation == "cab")
+        *earlier_lines, last_line = cab_hf.describe(model).splitlines()
+        assert last_line.startswith(f"  generate_batch: {support_text}")
+        assert any("decode:" in line for line in earlier_lines) == (implementation == "cab")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_server_accepts_registered_names(name):
-    manager = ModelManager(attn_implementation=name)
-    assert manager.attn_implementation == name
+@pytest.mark.parametrize("implementation", IMPLEMENTATION_NAMES)
+def test_server_accepts_registered_names(implementation):
+    manager = ModelManager(attn_implementation=implementation)
+    assert manager.attn_implementation == implementation
 
 
 def test_server_rejects_unregistered_names():
@@ -366,13 +399,13 @@ def test_server_rejects_unregistered_names():
 
 
 def test_error_names_required_transformers_version(monkeypatch, request):
-    monkeypatch.setattr(support, "passes_paged_cache", lambda: False)
+    monkeypatch.setattr(support, "transformers_passes_paged_cache", lambda: False)
     reason = f"transformers must be 5.19 or newer, got {transformers.__version__}"
     assert_start_raises(tiny_model(), START_FUNCTIONS["manager"], reason, request)
 
 
 @pytest.mark.parametrize(
-    ("batching_options", "sentence"),
+    ("batching_options", "message"),
     [
         ({"use_cuda_graph": True}, "use_cuda_graph must not include batches with prompts"),
         (
@@ -381,14 +414,14 @@ def test_error_names_required_transformers_version(monkeypatch, request):
         ),
     ],
 )
-def test_cuda_graphs_or_compile_raise_when_unsupported(batching_options, sentence, monkeypatch):
+def test_cuda_graphs_or_compile_raise_when_unsupported(batching_options, message, monkeypatch):
     # patch transformers to find a GPU with CUDA graphs
-    function = "get_accelerator_graph_name"
-    module = "transformers.generation.continuous_batching.initialization"
-    monkeypatch.setattr(f"{module}.{function}", lambda: "cuda")
-    with pytest.raises(NotImplementedError, match=sentence):
+    function_name = "get_accelerator_graph_name"
+    module_name = "transformers.generation.continuous_batching.initialization"
+    monkeypatch.setattr(f"{module_name}.{function_name}", lambda: "cuda")
+    with pytest.raises(NotImplementedError, match=message):
         apply_config(tiny_model()).init_continuous_batching(
-            GREEDY, make_batching_config(**batching_options)
+            GREEDY_GENERATION_CONFIG, make_batching_config(**batching_options)
         )
 
 
@@ -407,25 +440,27 @@ ALIGNMENT_CASES = {
 
 def collect_start_warnings(implementation, batching_options, monkeypatch):
     """Start continuous batching, and return the messages of warnings about query_block."""
-    monkeypatch.setattr(checks, "_shown_warnings", set())
+    monkeypatch.setattr(checks, "_shown_warning_keys", set())
     model = apply_config(tiny_model())
     model.set_attn_implementation(implementation)
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        model.init_continuous_batching(GREEDY, make_batching_config(**batching_options))
+        model.init_continuous_batching(
+            GREEDY_GENERATION_CONFIG, make_batching_config(**batching_options)
+        )
     return [
         str(warning.message) for warning in caught_warnings if "query_block" in str(warning.message)
     ]
 
 
 @pytest.mark.parametrize(
-    ("batching_options", "sentence"), ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES
+    ("batching_options", "message"), ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES
 )
-def test_batch_or_page_size_unaligned_to_query_blocks_warns(
-    batching_options, sentence, monkeypatch
-):
-    messages = collect_start_warnings("cab", batching_options, monkeypatch)
-    assert [text.startswith(sentence) for text in messages] == [True] * (sentence is not None)
+def test_batch_or_page_size_unaligned_to_query_blocks_warns(batching_options, message, monkeypatch):
+    warnings_shown = collect_start_warnings("cab", batching_options, monkeypatch)
+    assert [warning_text.startswith(message) for warning_text in warnings_shown] == [True] * (
+        message is not None
+    )
     assert not collect_start_warnings("cab_dense", batching_options, monkeypatch)
 
 

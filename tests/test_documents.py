@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from words import TEXT, make_merging_tokenizer, make_tokenizer
+from words import PROSE_TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf.data import documents
 from cab_hf.data.documents import make_asked_document, make_plain_document, make_recall_document
@@ -15,8 +15,8 @@ from cab_hf.data.needles import (
     split_sentences,
 )
 
-LENGTH, KEYS = 900, 6
-DOCUMENT_ARGUMENTS = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
+DOCUMENT_TOKENS, NUM_KEYS = 900, 6
+DOCUMENT_ARGUMENTS = {"length": DOCUMENT_TOKENS, "num_keys": NUM_KEYS, "index": 0, "seed": 0}
 SOURCE_CODE = (
     "import os\n\n\ndef area(width, height):\n    both = width * height  \n    return both\n" * 12
 )
@@ -36,17 +36,17 @@ def decode_span(tokenizer, document, span):
     return decode_text(tokenizer, document.tokens[start:end])
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
 @pytest.mark.parametrize(
-    "sentences", [NOISE_SENTENCES, split_sentences(TEXT)], ids=["noise", "text"]
+    "sentences", [NOISE_SENTENCES, split_sentences(PROSE_TEXT)], ids=["noise", "text"]
 )
-def test_spans_locate_statements_and_answers(name, sentences):
-    tokenizer = TOKENIZERS[name]
+def test_spans_locate_statements_and_answers(tokenizer_name, sentences):
+    tokenizer = TOKENIZERS[tokenizer_name]
     document = make_recall_document(tokenizer, sentences, **DOCUMENT_ARGUMENTS)
-    assert len(document.tokens) == LENGTH
-    assert len(document.needles) == len(document.answers) == KEYS
+    assert len(document.tokens) == DOCUMENT_TOKENS
+    assert len(document.needles) == len(document.answers) == NUM_KEYS
     for needle_span, answer_span in zip(document.needles, document.answers, strict=True):
-        assert needle_span[1] <= LENGTH // 2 <= answer_span[0]
+        assert needle_span[1] <= DOCUMENT_TOKENS // 2 <= answer_span[0]
         statement = decode_span(tokenizer, document, needle_span)
         digits = decode_span(tokenizer, document, answer_span)
         owner, key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d+)\.Rememberit\..*", statement).groups()
@@ -57,20 +57,30 @@ def test_spans_locate_statements_and_answers(name, sentences):
         assert preceding_text.endswith(f"thepasskeyfor{owner}is")
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_answers_can_start_at_block_borders(name):
-    tokenizer, arguments = TOKENIZERS[name], {**DOCUMENT_ARGUMENTS, "length": 2 * LENGTH}
+@pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
+def test_answers_can_start_at_block_borders(tokenizer_name):
+    tokenizer, document_arguments = (
+        TOKENIZERS[tokenizer_name],
+        {**DOCUMENT_ARGUMENTS, "length": 2 * DOCUMENT_TOKENS},
+    )
     unaligned_document, aligned_document = (
-        make_recall_document(tokenizer, split_sentences(TEXT), **arguments, border=border)
+        make_recall_document(
+            tokenizer, split_sentences(PROSE_TEXT), **document_arguments, answer_alignment=border
+        )
         for border in (1, 32)
     )
-    assert unaligned_document == make_recall_document(tokenizer, split_sentences(TEXT), **arguments)
-    assert len(aligned_document.tokens) == len(unaligned_document.tokens) == 2 * LENGTH
+    assert unaligned_document == make_recall_document(
+        tokenizer, split_sentences(PROSE_TEXT), **document_arguments
+    )
+    assert len(aligned_document.tokens) == len(unaligned_document.tokens) == 2 * DOCUMENT_TOKENS
     assert aligned_document.needles == unaligned_document.needles
     for answer_span, unaligned_span in zip(
         aligned_document.answers, unaligned_document.answers, strict=True
     ):
-        assert answer_span[0] % 32 == 0 and LENGTH <= answer_span[0] < answer_span[1] <= 2 * LENGTH
+        assert (
+            answer_span[0] % 32 == 0
+            and DOCUMENT_TOKENS <= answer_span[0] < answer_span[1] <= 2 * DOCUMENT_TOKENS
+        )
         # the six tokens before an answer also equal those before the repeated statement
         answer_tokens = aligned_document.tokens[answer_span[0] - 6 : answer_span[1]]
         assert answer_tokens == unaligned_document.tokens[unaligned_span[0] - 6 : unaligned_span[1]]
@@ -84,13 +94,13 @@ def test_answers_can_start_at_block_borders(name):
 
 def test_key_repetitions_are_reordered():
     for index in range(8):
-        arguments = {**DOCUMENT_ARGUMENTS, "keys": 2, "index": index}
-        document = make_recall_document(TOKENIZERS["words"], NOISE_SENTENCES, **arguments)
+        document_arguments = {**DOCUMENT_ARGUMENTS, "num_keys": 2, "index": index}
+        document = make_recall_document(TOKENIZERS["words"], NOISE_SENTENCES, **document_arguments)
         assert list(document.needles) == sorted(document.needles)
         assert list(document.answers) != sorted(document.answers)
 
 
-@pytest.mark.parametrize("changed_argument", ["index", "seed", "keys", "length"])
+@pytest.mark.parametrize("changed_argument", ["index", "seed", "num_keys", "length"])
 def test_document_depends_on_seed_and_index_only(changed_argument):
     document = make_recall_document(make_tokenizer(), NOISE_SENTENCES, **DOCUMENT_ARGUMENTS)
     assert (
@@ -106,13 +116,15 @@ def test_document_depends_on_seed_and_index_only(changed_argument):
 
 
 def test_plain_document_is_contiguous_source_text():
-    tokenizer, text = TOKENIZERS["words"], " ".join([*NOISE_SENTENCES, *NOISE_SENTENCES])
+    tokenizer, source_text = TOKENIZERS["words"], " ".join([*NOISE_SENTENCES, *NOISE_SENTENCES])
     # `NOISE_SENTENCES` is shorter than 100 tokens, so the document repeats the noise
     tokens = make_plain_document(tokenizer, NOISE_SENTENCES, 100, index=3)
     assert len(tokens) == 100
-    assert decode_text(tokenizer, tokens[:20]) in text.replace(" ", "")
-    starts = {make_plain_document(tokenizer, NOISE_SENTENCES, 20, index) for index in range(12)}
-    assert len(starts) > 2
+    assert decode_text(tokenizer, tokens[:20]) in source_text.replace(" ", "")
+    distinct_documents = {
+        make_plain_document(tokenizer, NOISE_SENTENCES, 20, index) for index in range(12)
+    }
+    assert len(distinct_documents) > 2
 
 
 def test_document_starts_with_special_tokens():
@@ -134,19 +146,19 @@ def test_leading_space_token_belongs_to_digits():
 
 @pytest.mark.parametrize("make_document", [make_recall_document, make_asked_document])
 @pytest.mark.parametrize(
-    ("changed_argument", "message"),
+    ("changed_arguments", "message"),
     [
-        pytest.param({"keys": 0}, "keys must be 1 to", id="no keys"),
-        pytest.param({"keys": 99}, "keys must be 1 to", id="too many"),
+        pytest.param({"num_keys": 0}, "keys must be 1 to", id="no keys"),
+        pytest.param({"num_keys": 99}, "keys must be 1 to", id="too many"),
         pytest.param(
             {"length": 150}, "length must have room for 6 keys .*, got 150", id="too short"
         ),
     ],
 )
-def test_too_short_document_raises(make_document, changed_argument, message):
+def test_too_short_document_raises(make_document, changed_arguments, message):
     with pytest.raises(ValueError, match=message):
         make_document(
-            TOKENIZERS["words"], NOISE_SENTENCES, **{**DOCUMENT_ARGUMENTS, **changed_argument}
+            TOKENIZERS["words"], NOISE_SENTENCES, **{**DOCUMENT_ARGUMENTS, **changed_arguments}
         )
 
 
@@ -156,11 +168,13 @@ def test_one_long_sentence_leaves_space_for_needles():
     sentences = [*NOISE_SENTENCES, " ".join(NOISE_SENTENCES * 30)]
     for seed in range(20):
         document = make_recall_document(tokenizer, sentences, **DOCUMENT_ARGUMENTS | {"seed": seed})
-        assert len(document.tokens) == LENGTH
+        assert len(document.tokens) == DOCUMENT_TOKENS
         for start, end in document.needles:
-            assert end <= LENGTH // 2 and "pass key" in tokenizer.decode(document.tokens[start:end])
+            assert end <= DOCUMENT_TOKENS // 2 and "pass key" in tokenizer.decode(
+                document.tokens[start:end]
+            )
         for start, _ in document.answers:
-            assert start >= LENGTH // 2
+            assert start >= DOCUMENT_TOKENS // 2
 
 
 def test_source_code_is_split_at_lines():
@@ -177,15 +191,15 @@ def test_source_code_is_split_at_lines():
 
 def test_prose_is_split_at_sentences_across_lines():
     long_sentence = "A" + "\nword" * 61 + "."
-    sentences = split_sentences(f"{long_sentence} {TEXT * 9}")
+    sentences = split_sentences(f"{long_sentence} {PROSE_TEXT * 9}")
     assert sentences[0] == " ".join(long_sentence.split())
-    assert sentences[1:5] == split_sentences(TEXT)[:4]
+    assert sentences[1:5] == split_sentences(PROSE_TEXT)[:4]
     assert join_sentences(NOISE_SENTENCES) == " ".join(NOISE_SENTENCES)
 
 
 def test_copies_occur_twice_outside_of_needles():
     tokenizer = make_tokenizer()
-    document = make_recall_document(tokenizer, split_sentences(TEXT), 900, 3, index=0)
+    document = make_recall_document(tokenizer, split_sentences(PROSE_TEXT), 900, 3, index=0)
     changed_document, copies = documents.insert_copies(document, 2, 40)
     assert len(copies) == 2 and len(changed_document.tokens) == 900
     assert (changed_document.needles, changed_document.answers) == (
@@ -203,17 +217,17 @@ def test_copies_occur_twice_outside_of_needles():
     assert documents.insert_copies(document, 2, 800)[1] == ()
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_prompt_states_all_keys_and_answers_repeat_them(name):
-    tokenizer = TOKENIZERS[name]
+@pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
+def test_prompt_states_all_keys_and_answers_repeat_them(tokenizer_name):
+    tokenizer = TOKENIZERS[tokenizer_name]
     document, prompt_length = make_asked_document(tokenizer, NOISE_SENTENCES, **DOCUMENT_ARGUMENTS)
-    assert len(document.tokens) == LENGTH
+    assert len(document.tokens) == DOCUMENT_TOKENS
     for needle_span, answer_span in zip(document.needles, document.answers, strict=True):
-        assert needle_span[1] <= prompt_length <= answer_span[0] < answer_span[1] <= LENGTH
+        assert needle_span[1] <= prompt_length <= answer_span[0] < answer_span[1] <= DOCUMENT_TOKENS
         statement = decode_span(tokenizer, document, needle_span)
         digits = decode_span(tokenizer, document, answer_span)
         assert re.fullmatch(r"\d{5}", digits) and statement.count(digits) == 2
     after_prompt = decode_text(tokenizer, document.tokens[prompt_length:])
-    assert after_prompt.startswith("Aswassaid") and after_prompt.count("Aswassaid") == KEYS
+    assert after_prompt.startswith("Aswassaid") and after_prompt.count("Aswassaid") == NUM_KEYS
     # the order of answers differs from the order of statements
     assert list(document.answers) != sorted(document.answers)

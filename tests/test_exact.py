@@ -6,7 +6,7 @@ import pytest
 import torch
 from call_cases import compute_gradients
 from decode_cases import assert_dense_step_equals_sdpa, make_step_masks
-from tiny import FULL, qkv, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, qkv, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig
@@ -21,39 +21,39 @@ from cab_hf.ops import Workload, decode
 def test_full_budget_has_the_gradients_of_dense_attention(family):
     """Compare the gradients of all parameters, including attention sinks."""
     model, ids = tiny_model(family), tokens(2, 150)
-    expected = compute_gradients(model, ids)
-    actual = compute_gradients(cab_hf.apply_cab(model, FULL), ids)
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    expected_gradients = compute_gradients(model, ids)
+    actual_gradients = compute_gradients(cab_hf.apply_cab(model, FULL_BUDGET_CONFIG), ids)
+    torch.testing.assert_close(actual_gradients, expected_gradients, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", make_step_masks())
-def test_dense_step_matches_rowwise_attention(monkeypatch, name):
+@pytest.mark.parametrize("case_name", make_step_masks())
+def test_dense_step_matches_rowwise_attention(monkeypatch, case_name):
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: True)
-    assert_dense_step_equals_sdpa(make_step_masks()[name], monkeypatch)
+    assert_dense_step_equals_sdpa(make_step_masks()[case_name], monkeypatch)
 
 
 def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
-    monkeypatch.setattr(decode, "_implementation", lambda x: None)
-    x = torch.zeros(1, requires_grad=True)
-    assert decode.has_kernels(x.detach()) and not decode.has_kernels(x.detach(), x)
+    monkeypatch.setattr(decode, "_choose_implementation", lambda x: None)
+    query = torch.zeros(1, requires_grad=True)
+    assert decode.has_kernels(query.detach()) and not decode.has_kernels(query.detach(), query)
     with torch.no_grad():
-        assert decode.has_kernels(x)
+        assert decode.has_kernels(query)
     monkeypatch.undo()
-    assert not decode.has_kernels(x.detach())
+    assert not decode.has_kernels(query.detach())
 
 
-def make_windowed_mask(**fields):
+def make_windowed_mask(**mask_fields):
     """Return a `MaskInfo` of two rows: 90 queries after 30 cached keys, with a window of 40."""
-    return MaskInfo(2, 90, 120, 30, window=40, **fields)
+    return MaskInfo(2, 90, 120, 30, window=40, **mask_fields)
 
 
 LEFT_PADDING_MASK = torch.arange(120) >= torch.tensor([[50], [0]])
 # padding inside rows, as between the turns of a chat
-HOLE_MASK = (torch.arange(120) % 37 > 9).expand(2, -1)
+MIDDLE_PADDING_MASK = (torch.arange(120) % 37 > 9).expand(2, -1)
 WINDOWED_MASKS = {
     "chunk": make_windowed_mask(),
     "left": make_windowed_mask(padding_mask=LEFT_PADDING_MASK),
-    "holes": make_windowed_mask(padding_mask=HOLE_MASK),
+    "holes": make_windowed_mask(padding_mask=MIDDLE_PADDING_MASK),
     "live-slot": replace(
         make_windowed_mask(),
         kv_length=None,
@@ -67,7 +67,7 @@ WINDOWED_MASKS = {
         0,
         window=40,
         doc_ids=(torch.arange(120) // 47).expand(2, -1),
-        padding_mask=HOLE_MASK,
+        padding_mask=MIDDLE_PADDING_MASK,
     ),
 }
 
@@ -78,7 +78,15 @@ def test_blockwise_window_matches_rowwise_window(mask):
     q, k, v = qkv(2, q_length=mask.q_length, kv_length=120)
     work = Workload.of(q, k, v, (128, 128))
     call = Call(
-        q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=mask
+        q=q,
+        k=k,
+        v=v,
+        scale=0.2,
+        layer=None,
+        config=CabConfig(),
+        is_sparse=False,
+        workload=work,
+        mask=mask,
     )
     expected, actual = dense_masked(call), dense_blockwise(call, REFERENCE)
     padding_mask = (

@@ -15,9 +15,9 @@ from pathlib import Path
 import model_sweep
 import pytest
 import torch
-from marks import mark_slow_except, skip_before
+from marks import mark_slow_except, skip_before_transformers
 from model_sweep import Sweep, examine_in_processes, examine_model_type
-from tiny_types import causal_types
+from tiny_types import list_causal_types
 from torch.multiprocessing import start_processes
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,15 +29,15 @@ from cab_hf.eval.families import (
     FOLDER_VARIABLE,
     NOT_BUILT,
     NOT_REACHED,
+    PARTLY_REFUSED,
     REFUSED,
-    REFUSED_IN_PART,
     WRONG,
     Settings,
     make_row,
 )
 
 SWEEP_FOLDER = os.environ.get(FOLDER_VARIABLE)
-FOLDER_NAMES = {1: "families", 2: "families-context-parallel"}
+FOLDER_NAME_BY_RANKS = {1: "families", 2: "families-context-parallel"}
 # types for which "cab" must be exact: with experts, latent attention, windows, recurrent layers,
 # cross-attention or layers of different types
 EXACT_TYPES = """
@@ -46,10 +46,11 @@ EXACT_TYPES = """
     granitemoehybrid mllama gpt_oss gpt_bigcode
 """
 # types whose attention differs in older versions of transformers
-CHANGED_TYPES = [
-    pytest.param(("gemma2", 1), marks=skip_before("5.24", "sdpa caps no logits")),
+VERSION_DEPENDENT_TYPES = [
+    pytest.param(("gemma2", 1), marks=skip_before_transformers("5.24", "sdpa caps no logits")),
     pytest.param(
-        ("llama4", 1), marks=skip_before("5.24", "chunks are counted from the start of the row")
+        ("llama4", 1),
+        marks=skip_before_transformers("5.24", "chunks are counted from the start of the row"),
     ),
 ]
 # pattern of the error for types whose attention does not use the attention interface
@@ -63,8 +64,8 @@ REFUSED_TYPES = {
 }
 # types for which context parallelism must be exact: with experts and router loss, latent
 # attention, windows or learnt positions
-EXACT_OVER_RANKS = "llama mixtral gemma3 deepseek_v3 gpt2"
-REFUSED_OVER_RANKS = {
+EXACT_TYPES_OVER_RANKS = "llama mixtral gemma3 deepseek_v3 gpt2"
+REFUSED_TYPES_OVER_RANKS = {
     "bamba": r"BambaForCausalLM has layers that mix tokens without attention \(BambaMixer\)",
     "bart": "BartForCausalLM takes no position_ids",
     "roberta": "RobertaForCausalLM counts positions from padding_idx",
@@ -75,20 +76,30 @@ REFUSED_OVER_RANKS = {
 }
 # by (type, number of ranks): pattern of the error; None if the type must be exact
 EXPECTED_ERRORS = {
-    **dict.fromkeys([(name, 1) for name in EXACT_TYPES.split()]),
-    **{(name, 1): why for name, why in REFUSED_TYPES.items()},
-    **dict.fromkeys([(name, 2) for name in EXACT_OVER_RANKS.split()]),
-    **{(name, 2): why for name, why in REFUSED_OVER_RANKS.items()},
+    **dict.fromkeys([(type_name, 1) for type_name in EXACT_TYPES.split()]),
+    **{(type_name, 1): error_pattern for type_name, error_pattern in REFUSED_TYPES.items()},
+    **dict.fromkeys([(type_name, 2) for type_name in EXACT_TYPES_OVER_RANKS.split()]),
+    **{
+        (type_name, 2): error_pattern
+        for type_name, error_pattern in REFUSED_TYPES_OVER_RANKS.items()
+    },
     **dict.fromkeys([("gemma2", 1), ("llama4", 1)]),
 }
-CHANGED_CASES = {each.values[0] for each in CHANGED_TYPES}
-CASES = [*(each for each in EXPECTED_ERRORS if each not in CHANGED_CASES), *CHANGED_TYPES]
+VERSION_DEPENDENT_CASES = {case_param.values[0] for case_param in VERSION_DEPENDENT_TYPES}
+CASES = [
+    *(case for case in EXPECTED_ERRORS if case not in VERSION_DEPENDENT_CASES),
+    *VERSION_DEPENDENT_TYPES,
+]
 if SWEEP_FOLDER:
-    CASES = [(model_type, ranks) for ranks in FOLDER_NAMES for model_type in causal_types()]
+    CASES = [
+        (model_type, num_ranks)
+        for num_ranks in FOLDER_NAME_BY_RANKS
+        for model_type in list_causal_types()
+    ]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def single_torch_thread():
     """Set torch to one thread during the test, as in the processes of a sweep."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -96,48 +107,61 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
-def compute_row(model_type, ranks=1):
+def compute_result_row(model_type, num_ranks=1):
     """Examine a type and return its result row; also write results if MODEL_SWEEP is set."""
     if SWEEP_FOLDER:
-        out = str(Path(SWEEP_FOLDER, FOLDER_NAMES[ranks]))
-        rows = run(Sweep(Settings(types=(model_type,), ranks=ranks, out=out)))
-        return next(row for row in rows if row["model_type"] == model_type)
-    sample = (
+        out_folder = str(Path(SWEEP_FOLDER, FOLDER_NAME_BY_RANKS[num_ranks]))
+        rows = run(Sweep(Settings(types=(model_type,), ranks=num_ranks, out=out_folder)))
+        return next(result_row for result_row in rows if result_row["model_type"] == model_type)
+    result_record = (
         examine_model_type(model_type)
-        if ranks == 1
-        else examine_in_processes(model_type, ranks, 120, 24)
+        if num_ranks == 1
+        else examine_in_processes(model_type, num_ranks, 120, 24)
     )
-    return make_row({"model_type": model_type, **sample})
+    return make_row({"model_type": model_type, **result_record})
 
 
 def make_case_params():
     """Yield `CASES` with ids. All are marked as slow, except the first without MODEL_SWEEP."""
-    params = [x if hasattr(x, "marks") else pytest.param(x) for x in CASES]
+    params = [case if hasattr(case, "marks") else pytest.param(case) for case in CASES]
     for param in mark_slow_except(params, *([] if SWEEP_FOLDER else [0])):
-        ((model_type, ranks),) = param.values
-        name = f"{model_type}-ranks-{ranks}"
-        yield pytest.param((model_type, ranks), id=name, marks=param.marks)
+        ((model_type, num_ranks),) = param.values
+        case_id = f"{model_type}-ranks-{num_ranks}"
+        yield pytest.param((model_type, num_ranks), id=case_id, marks=param.marks)
 
 
 @pytest.mark.parametrize("case", make_case_params())
 def test_model_type_is_exact_or_raises(case):
-    model_type, ranks = case
-    row = compute_row(model_type, ranks)
+    model_type, num_ranks = case
+    result_row = compute_result_row(model_type, num_ranks)
     if case not in EXPECTED_ERRORS:
-        assert row["verdict"] in (EXACT, REFUSED, NOT_BUILT), row
+        assert result_row["verdict"] in (EXACT, REFUSED, NOT_BUILT), result_row
     elif EXPECTED_ERRORS[case] is not None:
-        assert row["verdict"] == REFUSED and re.search(EXPECTED_ERRORS[case], row["said"]), row
+        assert result_row["verdict"] == REFUSED and re.search(
+            EXPECTED_ERRORS[case], result_row["said"]
+        ), result_row
     else:
-        assert row["verdict"] == EXACT and row["layers"] > 0, row
-        if ranks == 1:
-            assert row["by_name"] == row["applied"] == row.get("windowed", EXACT) == EXACT, row
-            assert row["layers"] >= row["sparse"] > 0 and row["reads_padding"] == []
+        assert result_row["verdict"] == EXACT and result_row["layers"] > 0, result_row
+        if num_ranks == 1:
+            assert (
+                result_row["by_name"]
+                == result_row["applied"]
+                == result_row.get("windowed", EXACT)
+                == EXACT
+            ), result_row
+            assert (
+                result_row["layers"] >= result_row["sparse"] > 0
+                and result_row["reads_padding"] == []
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build_name", ["windowed", "dynamic"])
 def test_windows_and_dynamic_rope_are_exact_over_ranks(build_name):
-    assert compute_row("mistral" if build_name == "dynamic" else "mixtral", 2)[build_name] == EXACT
+    assert (
+        compute_result_row("mistral" if build_name == "dynamic" else "mixtral", 2)[build_name]
+        == EXACT
+    )
 
 
 def attend_without_first_key(module, query, key, value, _mask, **options):
@@ -159,12 +183,12 @@ def raise_key_error(module, *args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("function", "verdict"),
+    ("wrong_attention", "verdict"),
     [(attend_without_first_key, WRONG), (return_nan, FAILS), (raise_key_error, FAILS)],
 )
-def test_wrong_attention_is_detected(function, verdict):
+def test_wrong_attention_is_detected(wrong_attention, verdict):
     original_attention = ALL_ATTENTION_FUNCTIONS["cab"]
-    AttentionInterface.register("cab", function)
+    AttentionInterface.register("cab", wrong_attention)
     try:
         assert (
             make_row({"model_type": "llama", **examine_model_type("llama")})["verdict"] == verdict
@@ -177,16 +201,23 @@ EXACT_OUTCOME, REFUSED_OUTCOME = {"difference": 1e-5}, {"refused": "cab does not
 INEXACT_OUTCOME, FAILED_OUTCOME = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
 
 
-def make_sample(by_name, applied, layers):
+def make_sample(loaded_outcomes, applied_outcomes, num_layers):
     """Return a result record as `examine_model_type` returns for a type.
 
-    ``by_name`` and ``applied`` list the outcomes for the inputs "plain" and "left padded".
-    ``layers`` is the number of layers with "cab".
+    Args:
+        loaded_outcomes: outcomes of the model that `load_by_name` returns, for the inputs "plain"
+            and "left padded".
+        applied_outcomes: outcomes of the model that `copy_with_cab` returns, for the same inputs.
+        num_layers: number of layers with "cab".
     """
     sample = {"model_type": "x", "model": "X", "reads_padding": []}
-    for name, outcomes in (("by_name", by_name), ("applied", applied)):
-        inputs = dict(zip(("plain", "left padded"), outcomes, strict=True))
-        sample[name] = {"inputs": inputs, "layers": layers, "sparse": layers}
+    for switch_name, outcomes in (("by_name", loaded_outcomes), ("applied", applied_outcomes)):
+        outcome_by_input = dict(zip(("plain", "left padded"), outcomes, strict=True))
+        sample[switch_name] = {
+            "inputs": outcome_by_input,
+            "layers": num_layers,
+            "sparse": num_layers,
+        }
     return sample
 
 
@@ -194,9 +225,13 @@ NAN_OUTCOME = {"difference": float("nan")}
 EXACT_STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 
 
-def make_sample_over_ranks(text, packed):
-    """Return a result record as `examine_over_ranks` returns, with the outcomes of two inputs."""
-    return {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
+def make_sample_over_ranks(text_outcome, packed_outcome):
+    """Return a result record like that of `examine_steps_over_ranks`, for two inputs."""
+    return {
+        "model_type": "x",
+        "model": "X",
+        "plain": {"one text": text_outcome, "packed": packed_outcome},
+    }
 
 
 # by name: (result record, expected verdict)
@@ -215,11 +250,11 @@ SAMPLES = {
     ),
     "one-input-refused": (
         make_sample([EXACT_OUTCOME, REFUSED_OUTCOME], [EXACT_OUTCOME, REFUSED_OUTCOME], 2),
-        REFUSED_IN_PART,
+        PARTLY_REFUSED,
     ),
     "one-switch-refused": (
         make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
-        REFUSED_IN_PART,
+        PARTLY_REFUSED,
     ),
     "one-input-off": (
         make_sample([EXACT_OUTCOME, INEXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
@@ -237,7 +272,7 @@ SAMPLES = {
     "ranks-refused": (make_sample_over_ranks(REFUSED_OUTCOME, REFUSED_OUTCOME), REFUSED),
     "ranks-one-input-refused": (
         make_sample_over_ranks(EXACT_STEP, REFUSED_OUTCOME),
-        REFUSED_IN_PART,
+        PARTLY_REFUSED,
     ),
     "ranks-gradients-off": (
         make_sample_over_ranks(EXACT_STEP, {**EXACT_STEP, "gradients": 2e-5}),
@@ -267,33 +302,38 @@ def test_inputs_whose_padding_changes_the_model_are_not_compared():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "ranks", "timeout", "memory", "message"),
+    ("model_type", "num_ranks", "timeout_seconds", "memory_gib", "message"),
     [
         ("llama", 1, 0.01, 12, "took longer than 0.01 seconds"),
         ("llama", 2, 0.001, 24, "took longer than 0.001 seconds"),
         ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input|Gemma4AssistantConfig"),
     ],
 )
-def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory, message):
-    assert re.search(message, examine_in_processes(model_type, ranks, timeout, memory)["not_built"])
+def test_unbuildable_type_does_not_stop_sweep(
+    model_type, num_ranks, timeout_seconds, memory_gib, message
+):
+    assert re.search(
+        message,
+        examine_in_processes(model_type, num_ranks, timeout_seconds, memory_gib)["not_built"],
+    )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_dead_process_does_not_stop_sweep(ranks, monkeypatch):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dead_process_does_not_stop_sweep(num_ranks, monkeypatch):
     def start_and_kill_one(function, **options):
-        group = start_processes(function, **options)
-        group.processes[0].kill()
-        return group
+        process_group = start_processes(function, **options)
+        process_group.processes[0].kill()
+        return process_group
 
     with monkeypatch.context() as patch:
         patch.setattr(model_sweep, "start_processes", start_and_kill_one)
-        expected = {"not_built": "its process died with exit code -9"}
-        assert examine_in_processes("llama", ranks, 120, 24) == expected
-    assert examine_in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"
+        expected_record = {"not_built": "its process died with exit code -9"}
+        assert examine_in_processes("llama", num_ranks, 120, 24) == expected_record
+    assert examine_in_processes("gemma", num_ranks, 120, 24)["model"] == "GemmaForCausalLM"
 
 
 def test_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
-    samples = {
+    record_by_type = {
         "llama": {
             "model": "L",
             "dtype": "float64",
@@ -303,14 +343,14 @@ def test_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
         "opt": {"not_built": "no reason"},
     }
     monkeypatch.setattr(
-        model_sweep, "examine_in_processes", lambda model_type, *_: samples[model_type]
+        model_sweep, "examine_in_processes", lambda model_type, *_: record_by_type[model_type]
     )
-    for model_type in samples:
+    for model_type in record_by_type:
         run(Sweep(Settings(types=(model_type,), ranks=2, out=str(tmp_path))))
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     verdicts = {row["model_type"]: row["verdict"] for row in rows}
     assert verdicts == {"bamba": REFUSED, "llama": EXACT, "opt": NOT_BUILT}
     assert (tmp_path / "figure.png").stat().st_size > 0
-    report = (tmp_path / "report.md").read_text()
-    assert "Of 3 types 2 could be built: 1 attend exactly" in report
-    assert "MODEL_SWEEP=FOLDER python -m pytest" in report
+    report_text = (tmp_path / "report.md").read_text()
+    assert "Of 3 types 2 could be built: 1 attend exactly" in report_text
+    assert "MODEL_SWEEP=FOLDER python -m pytest" in report_text

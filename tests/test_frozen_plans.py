@@ -15,12 +15,12 @@ import pytest
 import torch
 from marks import mark_slow_except
 from selecting import arrange_in_layout, plan_by_kernels, plan_by_reference
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig
 
-STORED_FILE = Path(__file__).parent / "shared" / "frozen_plans.json"
+STORED_RESULTS_FILE = Path(__file__).parent / "shared" / "frozen_plans.json"
 ROWS_CONFIG = CabConfig(
     32, 16, outlier_queries=4, typical_queries=4,
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
@@ -61,7 +61,7 @@ PLAN_CASES = {
     "frc-additive": (replace(FRC_CONFIG, curvature="additive"), {}, "packed", {}),
 }
 # plans that are also computed by kernels: few, because the interpreter takes seconds per plan
-KERNEL_PLANS = mark_slow_except(
+KERNEL_CASE_NAMES = mark_slow_except(
     ["chunk", "capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0
 )
 LAYOUTS = ["causal", "padded"]
@@ -70,27 +70,37 @@ LAYOUTS = ["causal", "padded"]
 def random_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
     """Return random q and k, multiples of 1/8, [B, H, N, D]."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
-    return [(16 * torch.randn(shape, generator=generator)).round() / 8 for shape in shapes]
+    qk_shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
+    return [(16 * torch.randn(shape, generator=generator)).round() / 8 for shape in qk_shapes]
 
 
-def make_plan_inputs(name):
+def make_plan_inputs(case_name):
     """Return (config, q, k, `KeyRanges`, further arguments of `plan_by_reference`) for a plan."""
-    config, sizes, layout, options = PLAN_CASES[name]
-    q, k = random_qk(**sizes)
+    config, qk_sizes, layout, plan_options = PLAN_CASES[case_name]
+    q, k = random_qk(**qk_sizes)
     q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
-    return config, q, k, ranges, options
+    return config, q, k, ranges, plan_options
 
 
 def hash_plan(plan):
     """Return a hash of the block lists of a plan; unused list entries do not change the hash."""
-    tensors = [plan.full.counts, plan.partial.counts]
-    tensors += [x.indices.masked_fill(~x.listed(), -1) for x in (plan.full, plan.partial)]
+    hashed_tensors = [plan.full.counts, plan.partial.counts]
+    hashed_tensors += [
+        hashed_tensor.indices.masked_fill(~hashed_tensor.listed(), -1)
+        for hashed_tensor in (plan.full, plan.partial)
+    ]
     # cut index lists to the longest list, because their width is only an upper bound
-    tensors = [x[..., : int(x.ge(0).sum(-1).max())] if x.ndim > 3 else x for x in tensors]
+    hashed_tensors = [
+        hashed_tensor[..., : int(hashed_tensor.ge(0).sum(-1).max())]
+        if hashed_tensor.ndim > 3
+        else hashed_tensor
+        for hashed_tensor in hashed_tensors
+    ]
     dense_rows = plan.dense_rows if plan.dense_rows is not None else torch.empty(0)
-    text = json.dumps([x.tolist() for x in (*tensors, dense_rows)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    hashed_text = json.dumps(
+        [hashed_tensor.tolist() for hashed_tensor in (*hashed_tensors, dense_rows)]
+    )
+    return hashlib.sha256(hashed_text.encode()).hexdigest()[:16]
 
 
 def compute_logits(layout):
@@ -107,31 +117,32 @@ def compute_logits(layout):
         mask = torch.ones_like(ids)
         if layout == "padded":
             mask[0, :60] = 0
-        with cab_hf.cab(model, SPARSE):
+        with cab_hf.cab(model, SPARSE_CONFIG):
             logits = model(ids, attention_mask=mask).logits
     return logits[:, 99::100, :3].flatten()
 
 
 @pytest.fixture(scope="module")
 def stored_results():
-    """Return the content of `STORED_FILE`: stored hashes of plans, and stored logits."""
-    return json.loads(STORED_FILE.read_text())
+    """Return the content of `STORED_RESULTS_FILE`: stored hashes of plans, and stored logits."""
+    return json.loads(STORED_RESULTS_FILE.read_text())
 
 
-@pytest.mark.parametrize("name", PLAN_CASES)
-def test_reference_plan_equals_stored_hash(name, stored_results):
-    config, q, k, ranges, options = make_plan_inputs(name)
+@pytest.mark.parametrize("case_name", PLAN_CASES)
+def test_reference_plan_equals_stored_hash(case_name, stored_results):
+    config, q, k, ranges, plan_options = make_plan_inputs(case_name)
     assert (
-        hash_plan(plan_by_reference(config, q, k, ranges, **options))
-        == stored_results["plans"][name]
+        hash_plan(plan_by_reference(config, q, k, ranges, **plan_options))
+        == stored_results["plans"][case_name]
     )
 
 
-@pytest.mark.parametrize("name", KERNEL_PLANS)
-def test_kernel_plan_equals_stored_hash(name, stored_results):
-    config, q, k, ranges, options = make_plan_inputs(name)
+@pytest.mark.parametrize("case_name", KERNEL_CASE_NAMES)
+def test_kernel_plan_equals_stored_hash(case_name, stored_results):
+    config, q, k, ranges, plan_options = make_plan_inputs(case_name)
     assert (
-        hash_plan(plan_by_kernels(config, q, k, ranges, **options)) == stored_results["plans"][name]
+        hash_plan(plan_by_kernels(config, q, k, ranges, **plan_options))
+        == stored_results["plans"][case_name]
     )
 
 
@@ -142,22 +153,27 @@ def test_logits_are_close_to_stored_values(layout, stored_results):
 
 
 def write_stored_results():
-    """Compute all plans and logits on this machine, and store hashes and values in `STORED_FILE`.
+    """Compute all plans and logits on this machine, and write `STORED_RESULTS_FILE`.
 
     Raises:
         ValueError: a plan changes if queries are scaled by 1 - 1e-6 or 1 + 1e-6.
     """
-    plans = {}
-    for name in PLAN_CASES:
-        config, q, k, ranges, options = make_plan_inputs(name)
-        plans_of_scaled = [
-            plan_by_reference(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)
+    hash_by_case = {}
+    for case_name in PLAN_CASES:
+        config, q, k, ranges, plan_options = make_plan_inputs(case_name)
+        plans_of_scaled_queries = [
+            plan_by_reference(config, q * query_scale, k, ranges, **plan_options)
+            for query_scale in (1, 1 - 1e-6, 1 + 1e-6)
         ]
-        plans[name], *scaled_hashes = map(hash_plan, plans_of_scaled)
-        if any(scaled_hash != plans[name] for scaled_hash in scaled_hashes):
-            raise ValueError(f"{name} must not depend on rounding. Change its inputs.")
-    logits = {x: [round(number, 4) for number in compute_logits(x).tolist()] for x in LAYOUTS}
-    STORED_FILE.write_text(json.dumps({"plans": plans, "logits": logits}, indent=1) + "\n")
+        hash_by_case[case_name], *scaled_hashes = map(hash_plan, plans_of_scaled_queries)
+        if any(scaled_hash != hash_by_case[case_name] for scaled_hash in scaled_hashes):
+            raise ValueError(f"{case_name} must not depend on rounding. Change its inputs.")
+    logits_by_layout = {
+        layout: [round(logit, 4) for logit in compute_logits(layout).tolist()] for layout in LAYOUTS
+    }
+    STORED_RESULTS_FILE.write_text(
+        json.dumps({"plans": hash_by_case, "logits": logits_by_layout}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from call_cases import compute_logits
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import cab_hf
@@ -38,9 +38,9 @@ def tiny_model_names(model_folder, tmp_path, monkeypatch):
 MODEL_NAMES = ["tiny", "smollm2", "folder", "path", "hub"]
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_load_model_returns_model_on_cab(tiny_model_names, name):
-    model, tokenizer = cab_hf.load_model(tiny_model_names.get(name, name), device="cpu")
+@pytest.mark.parametrize("model_name", MODEL_NAMES)
+def test_load_model_returns_model_on_cab(tiny_model_names, model_name):
+    model, tokenizer = cab_hf.load_model(tiny_model_names.get(model_name, model_name), device="cpu")
     assert model.config._attn_implementation == "cab" and not model.training
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
     assert cab_hf.describe(model, tokens=20000).splitlines()[1].startswith("  layers 0-1: sparse")
@@ -48,24 +48,30 @@ def test_load_model_returns_model_on_cab(tiny_model_names, name):
 
 
 @pytest.mark.parametrize("config_kind", ["config", "dict", "file"])
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("model_name", MODEL_NAMES)
 def test_settings_apply_to_hub_path_and_embedded_names(
-    tiny_model_names, name, config_kind, tmp_path
+    tiny_model_names, model_name, config_kind, tmp_path
 ):
-    SPARSE.save(tmp_path / "own.json")
-    configs = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}
+    SPARSE_CONFIG.save(tmp_path / "own.json")
+    config_by_kind = {
+        "config": SPARSE_CONFIG,
+        "dict": SPARSE_CONFIG.to_dict(),
+        "file": str(tmp_path / "own.json"),
+    }
     model, _ = cab_hf.load_model(
-        tiny_model_names.get(name, name), device="cpu", cab_config=configs[config_kind]
+        tiny_model_names.get(model_name, model_name),
+        device="cpu",
+        cab_config=config_by_kind[config_kind],
     )
-    assert model.config.cab_config == SPARSE.to_dict()
+    assert model.config.cab_config == SPARSE_CONFIG.to_dict()
     ids = torch.randint(3, 50, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(ids)
-    assert all(0 < row["density"] < 1 for row in cab_hf.stats(model))
+    assert all(0 < layer_stats["density"] < 1 for layer_stats in cab_hf.stats(model))
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "arguments", "device", "dtype"),
+    ("has_gpu", "load_arguments", "device", "dtype"),
     [
         pytest.param(True, {}, "cuda", torch.bfloat16, id="gpu"),
         pytest.param(False, {}, "cpu", torch.float32, id="no-gpu"),
@@ -76,18 +82,18 @@ def test_settings_apply_to_hub_path_and_embedded_names(
     ],
 )
 def test_default_dtype_and_device_follow_the_machine(
-    monkeypatch, has_gpu, arguments, device, dtype
+    monkeypatch, has_gpu, load_arguments, device, dtype
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    calls, original_load_model = [], models.load_model
+    load_calls, original_load_model = [], models.load_model
 
     def load_on_cpu(name, device, dtype, **options):
-        calls.append((device, dtype))
+        load_calls.append((device, dtype))
         return original_load_model(name, "cpu", "float32", **options)
 
     monkeypatch.setattr(models, "load_model", load_on_cpu)
-    cab_hf.load_model("tiny", **arguments)
-    assert calls == [(device, dtype)]
+    cab_hf.load_model("tiny", **load_arguments)
+    assert load_calls == [(device, dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
@@ -96,7 +102,7 @@ def test_dtype_accepts_dtype_or_name(dtype):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("load_arguments", "message"),
     [
         pytest.param({"dtype": "float13"}, "dtype must be a torch dtype", id="dtype"),
         pytest.param({"dtype": 16}, "dtype must be a torch dtype", id="dtype-kind"),
@@ -105,34 +111,34 @@ def test_dtype_accepts_dtype_or_name(dtype):
         pytest.param({"cab_config": "none.json"}, "'none.json' is not a file", id="file"),
     ],
 )
-def test_invalid_arguments_raise_before_reading_files(arguments, message):
+def test_invalid_arguments_raise_before_reading_files(load_arguments, message):
     with pytest.raises(ValueError, match=message):
-        cab_hf.load_model("tiny", device="cpu", **arguments)
+        cab_hf.load_model("tiny", device="cpu", **load_arguments)
 
 
-def _save_fields(folder, fields):
-    """Save ``fields`` to a JSON file and return its path."""
-    (folder / "own.json").write_text(json.dumps(fields))
+def _save_fields(folder, config_fields):
+    """Save ``config_fields`` to a JSON file and return its path."""
+    (folder / "own.json").write_text(json.dumps(config_fields))
     return folder / "own.json"
 
 
-def _save_model(folder, fields):
-    """Save a model to ``folder``, with ``fields`` as cab_config in config.json; return folder."""
+def _save_model(folder, config_fields):
+    """Save a model to ``folder``, with ``config_fields`` as its cab_config; return the folder."""
     tiny_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "cab_config": fields}))
+    (folder / "config.json").write_text(json.dumps({**config, "cab_config": config_fields}))
     return folder
 
 
-def _save_and_load(folder, fields):
-    """Save a model without cab_config, and load the model with ``fields`` as cab_config."""
+def _save_and_load(folder, config_fields):
+    """Save a model without cab_config, and load the model with ``config_fields`` as cab_config."""
     tiny_model().save_pretrained(folder)
     from_pretrained = AutoModelForCausalLM.from_pretrained
-    return from_pretrained(folder, attn_implementation="cab", cab_config=fields)
+    return from_pretrained(folder, attn_implementation="cab", cab_config=config_fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("config_fields", "error_pattern"),
     [
         pytest.param(
             {"coarsen": "minmax", "top_p": 0.9},
@@ -179,13 +185,15 @@ def _save_and_load(folder, fields):
         ),
     ],
 )
-def test_unknown_fields_raise_at_every_entry_point(tmp_path, apply_fields, fields, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        apply_fields(tmp_path, fields)
+def test_unknown_fields_raise_at_every_entry_point(
+    tmp_path, apply_fields, config_fields, error_pattern
+):
+    with pytest.raises(ValueError, match=re.escape(error_pattern)):
+        apply_fields(tmp_path, config_fields)
 
 
 def test_cab_model_shorter_than_min_length_warns(monkeypatch, recwarn):
-    monkeypatch.setattr(checks, "_shown_warnings", set())
+    monkeypatch.setattr(checks, "_shown_warning_keys", set())
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
     assert not [warning for warning in recwarn if "positions" in str(warning.message)]
     cab_hf.load_model("tiny", device="cpu")
@@ -197,26 +205,30 @@ def test_cab_model_shorter_than_min_length_warns(monkeypatch, recwarn):
 
 
 def test_loading_by_name_keeps_the_saved_config(tmp_path):
-    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, attn_implementation="cab")
+    loaded_model = type(model).from_pretrained(tmp_path, attn_implementation="cab")
     ids = tokens(1, 200)
-    assert torch.equal(compute_logits(loaded, input_ids=ids), compute_logits(model, input_ids=ids))
-    assert cab_hf.stats(loaded) == cab_hf.stats(model)
+    assert torch.equal(
+        compute_logits(loaded_model, input_ids=ids), compute_logits(model, input_ids=ids)
+    )
+    assert cab_hf.stats(loaded_model) == cab_hf.stats(model)
 
 
-@pytest.mark.parametrize("cab_config", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
+@pytest.mark.parametrize(
+    "cab_config", [SPARSE_CONFIG, SPARSE_CONFIG.to_dict()], ids=["CabConfig", "dict"]
+)
 def test_from_pretrained_accepts_cab_config(tmp_path, cab_config):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(
+    loaded_model = type(model).from_pretrained(
         tmp_path, attn_implementation="cab", cab_config=cab_config, dtype=torch.float32
     )
     ids = tokens(1, 200)
-    expected = compute_logits(cab_hf.apply_cab(model, SPARSE), input_ids=ids)
-    assert torch.equal(compute_logits(loaded, input_ids=ids), expected)
-    loaded.save_pretrained(tmp_path)
-    assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE.to_dict()
+    expected = compute_logits(cab_hf.apply_cab(model, SPARSE_CONFIG), input_ids=ids)
+    assert torch.equal(compute_logits(loaded_model, input_ids=ids), expected)
+    loaded_model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE_CONFIG.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +255,7 @@ def test_from_pretrained_accepts_cab_config(tmp_path, cab_config):
 def test_from_pretrained_accepts_cab_config_with_config(tmp_path, load_model):
     tiny_model().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    model = load_model(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)
-    assert model.config.cab_config == SPARSE.to_dict() and config.cab_config is None
+    model = load_model(tmp_path, config, attn_implementation="cab", cab_config=SPARSE_CONFIG)
+    assert model.config.cab_config == SPARSE_CONFIG.to_dict() and config.cab_config is None
     with pytest.raises(ValueError, match=r"CabConfig\.mass_threshold must be .*, got 7"):
         load_model(tmp_path, config, attn_implementation="cab", cab_config={"mass_threshold": 7})

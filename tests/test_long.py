@@ -1,10 +1,11 @@
 """Long prompts: chunked prefill, logits of the last token, GPU synchronisation, mask memory."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny import FULL, SPARSE, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tiny_model, tokens
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
@@ -16,9 +17,9 @@ from cab_hf.plan import BlockPlan
 from cab_hf.selection import api
 
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
-CHUNK = 3 * SPARSE.query_block
+CHUNK_TOKENS = 3 * SPARSE_CONFIG.query_block
 # the last chunk is shorter than the others, but longer than a query block
-LENGTH = 4 * CHUNK + 40
+PROMPT_TOKENS = 4 * CHUNK_TOKENS + 40
 
 
 @pytest.fixture(scope="module")
@@ -27,30 +28,30 @@ def llama():
     return tiny_model()
 
 
-def prefill_in_chunks(model, ids, chunk=CHUNK, slots=None, **options):
+def prefill_in_chunks(model, ids, chunk_tokens=CHUNK_TOKENS, cache_slots=None, **model_options):
     """Prefill a prompt chunk by chunk into a static cache; yield the model output of each chunk.
 
-    ``chunk`` is the number of tokens per chunk, and ``slots`` the length of the cache; None: the
-    length of the prompt.
+    ``chunk_tokens`` is the number of tokens per chunk, and ``cache_slots`` the length of
+    the cache; None: the length of the prompt.
     """
-    cache = StaticCache(config=model.config, max_cache_len=slots or ids.shape[1])
-    for chunk_ids in ids.split(chunk, dim=1):
+    cache = StaticCache(config=model.config, max_cache_len=cache_slots or ids.shape[1])
+    for chunk_ids in ids.split(chunk_tokens, dim=1):
         with torch.inference_mode():
-            yield model(chunk_ids, past_key_values=cache, use_cache=True, **options)
+            yield model(chunk_ids, past_key_values=cache, use_cache=True, **model_options)
 
 
-@pytest.mark.parametrize("chunk", [LENGTH, CHUNK])
-def test_generate_computes_last_token_logits_only(llama, chunk):
-    ids = tokens(1, LENGTH)
-    num_logits = []
+@pytest.mark.parametrize("chunk_tokens", [PROMPT_TOKENS, CHUNK_TOKENS])
+def test_generate_computes_last_token_logits_only(llama, chunk_tokens):
+    ids = tokens(1, PROMPT_TOKENS)
+    logits_lengths = []
     handle = llama.lm_head.register_forward_hook(
-        lambda module, args, output: num_logits.append(output.shape[1])
+        lambda module, args, output: logits_lengths.append(output.shape[1])
     )
-    with cab_hf.cab(llama, SPARSE):
-        full_outputs = list(prefill_in_chunks(llama, ids, chunk))
-        last_token_outputs = list(prefill_in_chunks(llama, ids, chunk, logits_to_keep=1))
+    with cab_hf.cab(llama, SPARSE_CONFIG):
+        full_outputs = list(prefill_in_chunks(llama, ids, chunk_tokens))
+        last_token_outputs = list(prefill_in_chunks(llama, ids, chunk_tokens, logits_to_keep=1))
     handle.remove()
-    assert num_logits == [out.logits.shape[1] for out in full_outputs] + [1] * len(
+    assert logits_lengths == [out.logits.shape[1] for out in full_outputs] + [1] * len(
         last_token_outputs
     )
     for last_token_output, full_output in zip(last_token_outputs, full_outputs, strict=True):
@@ -60,22 +61,24 @@ def test_generate_computes_last_token_logits_only(llama, chunk):
         )
 
 
-@pytest.mark.parametrize("slots", [LENGTH, LENGTH + 70], ids=["exact-cache", "larger-cache"])
 @pytest.mark.parametrize(
-    ("config", "chunk"),
+    "cache_slots", [PROMPT_TOKENS, PROMPT_TOKENS + 70], ids=["exact-cache", "larger-cache"]
+)
+@pytest.mark.parametrize(
+    ("config", "chunk_tokens"),
     [
-        pytest.param(FULL, CHUNK, id="full-budget"),
-        pytest.param(FULL, 50, id="full-budget-odd-chunks"),
+        pytest.param(FULL_BUDGET_CONFIG, CHUNK_TOKENS, id="full-budget"),
+        pytest.param(FULL_BUDGET_CONFIG, 50, id="full-budget-odd-chunks"),
         # without curvature and dense tail, which depend on where chunks end
-        pytest.param(SPARSE, CHUNK, id="sparse-without-curvature"),
+        pytest.param(SPARSE_CONFIG, CHUNK_TOKENS, id="sparse-without-curvature"),
     ],
 )
-def test_chunked_static_cache_equals_one_prefill(llama, config, chunk, slots):
-    ids = tokens(1, LENGTH)
+def test_chunked_static_cache_equals_one_prefill(llama, config, chunk_tokens, cache_slots):
+    ids = tokens(1, PROMPT_TOKENS)
     with cab_hf.cab(llama, config, redundancy=0.0, dense_tail_blocks=0), torch.inference_mode():
         expected = llama(ids).logits
         actual = torch.cat(
-            [out.logits for out in prefill_in_chunks(llama, ids, chunk, slots)], dim=1
+            [out.logits for out in prefill_in_chunks(llama, ids, chunk_tokens, cache_slots)], dim=1
         )
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
@@ -106,24 +109,30 @@ def test_layers_do_not_synchronise_with_the_device(monkeypatch):
     # tests/gpu/test_rows.py
     monkeypatch.setattr(reference, "attention", return_zeros)
     monkeypatch.setattr(api, "_select_by_reference", select_all_blocks)
-    num_waits = Counter()
+    waits_by_num_layers = Counter()
     for num_layers in (1, 3):
         model = tiny_model(num_hidden_layers=num_layers)
-        with cab_hf.cab(model, SPARSE), WaitCounter() as wait_counter:
-            for _ in prefill_in_chunks(model, tokens(1, LENGTH)):
+        config = replace(SPARSE_CONFIG, engine="reference")
+        with cab_hf.cab(model, config), WaitCounter() as wait_counter:
+            for _ in prefill_in_chunks(model, tokens(1, PROMPT_TOKENS)):
                 pass
-        num_waits[num_layers] = wait_counter.count
-    assert 0 < num_waits[1] == num_waits[3] <= 2 * -(-LENGTH // CHUNK)
+        waits_by_num_layers[num_layers] = wait_counter.count
+    assert (
+        0
+        < waits_by_num_layers[1]
+        == waits_by_num_layers[3]
+        <= 2 * -(-PROMPT_TOKENS // CHUNK_TOKENS)
+    )
 
 
-@pytest.mark.parametrize("padding", [0, 21])
-def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, padding):
-    ids = tokens(1, LENGTH)
-    ids[:, :padding] = 0
+@pytest.mark.parametrize("num_padding_tokens", [0, 21])
+def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, num_padding_tokens):
+    ids = tokens(1, PROMPT_TOKENS)
+    ids[:, :num_padding_tokens] = 0
     mask = (ids != 0).long()
     with torch.inference_mode():
-        expected = llama(ids, attention_mask=mask).logits[:, padding:]
-    max_mask_elements = 20 * LENGTH
+        expected = llama(ids, attention_mask=mask).logits[:, num_padding_tokens:]
+    max_mask_elements = 20 * PROMPT_TOKENS
     monkeypatch.setattr(masked, "MAX_MASK_ELEMENTS", max_mask_elements)
     original_sdpa = F.scaled_dot_product_attention
 
@@ -133,12 +142,14 @@ def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, p
         return original_sdpa(query, key, value, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", check_and_call_sdpa)
-    with cab_hf.cab(llama, FULL, min_length=2 * LENGTH):
-        cache = StaticCache(config=llama.config, max_cache_len=LENGTH)
+    with cab_hf.cab(llama, FULL_BUDGET_CONFIG, min_length=2 * PROMPT_TOKENS):
+        cache = StaticCache(config=llama.config, max_cache_len=PROMPT_TOKENS)
         chunk_logits = []
-        for chunk_ids in ids.split(CHUNK, dim=1):
-            end = sum(logits.shape[1] for logits in chunk_logits) + chunk_ids.shape[1]
+        for chunk_ids in ids.split(CHUNK_TOKENS, dim=1):
+            chunk_end = sum(logits.shape[1] for logits in chunk_logits) + chunk_ids.shape[1]
             with torch.inference_mode():
-                out = llama(chunk_ids, attention_mask=mask[:, :end], past_key_values=cache)
+                out = llama(chunk_ids, attention_mask=mask[:, :chunk_end], past_key_values=cache)
             chunk_logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(chunk_logits, dim=1)[:, padding:], expected, **TOLERANCE)
+    torch.testing.assert_close(
+        torch.cat(chunk_logits, dim=1)[:, num_padding_tokens:], expected, **TOLERANCE
+    )

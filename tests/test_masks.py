@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny import FULL, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, tiny_model, tokens
 from tiny_types import tiny_model as tiny_model_of
 from transformers import BertConfig
 from transformers.masking_utils import (
@@ -24,10 +24,10 @@ from cab_hf.eval.kv_cache import make_cache_arguments, read_with_cache
 @pytest.fixture(scope="module")
 def model():
     """Return a tiny LLaMA with "cab" at full budget."""
-    return cab_hf.apply_cab(tiny_model(), FULL)
+    return cab_hf.apply_cab(tiny_model(), FULL_BUDGET_CONFIG)
 
 
-NUM_CACHED = 200  # tokens in the cache before a call with 60 tokens
+NUM_CACHED_TOKENS = 200  # tokens in the cache before a call with 60 tokens
 
 
 def compute_logits_after_cache(model, mask, cache_kind="dynamic"):
@@ -39,14 +39,14 @@ def compute_logits_after_cache(model, mask, cache_kind="dynamic"):
     cache = transformers.DynamicCache(config=model.config)
     if cache_kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
-    read_with_cache(model, ids[:, :NUM_CACHED], cache)
-    return read_with_cache(model, ids[:, NUM_CACHED:], cache, attention_mask=mask).logits
+    read_with_cache(model, ids[:, :NUM_CACHED_TOKENS], cache)
+    return read_with_cache(model, ids[:, NUM_CACHED_TOKENS:], cache, attention_mask=mask).logits
 
 
 # slices of a mask [B, 260] that leave out tokens, which makes the mask too short
 SHORT_MASK_SLICES = [
-    pytest.param(slice(NUM_CACHED, 260), id="new-tokens"),
-    pytest.param(slice(0, NUM_CACHED), id="cached-tokens"),
+    pytest.param(slice(NUM_CACHED_TOKENS, 260), id="new-tokens"),
+    pytest.param(slice(0, NUM_CACHED_TOKENS), id="cached-tokens"),
     pytest.param(slice(0, 259), id="one-missing"),
 ]
 
@@ -78,12 +78,12 @@ def test_decode_loop_without_extended_mask_raises(model, cache_kind, is_compiled
         decode_step(ids[:, :1], attention_mask=mask, **make_cache_arguments(model, cache))
 
 
-@pytest.mark.parametrize("padding", [0, 20])
+@pytest.mark.parametrize("num_padding_tokens", [0, 20])
 @torch.no_grad()
-def test_gpt2_with_static_cache_generates_dense_tokens(padding):
+def test_gpt2_with_static_cache_generates_dense_tokens(num_padding_tokens):
     model, ids = tiny_model_of("gpt2"), tokens(2, 60)
     mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask[0, :num_padding_tokens] = 0
 
     def generate_logits():
         return model.generate(
@@ -98,14 +98,16 @@ def test_gpt2_with_static_cache_generates_dense_tokens(padding):
         ).logits
 
     expected = generate_logits()
-    cab_hf.apply_cab(model, FULL)
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     torch.testing.assert_close(generate_logits(), expected, rtol=1e-4, atol=1e-4)
 
 
 def make_prefix_model():
     """Return an HRM model with "cab", which attends bidirectionally among tokens of type 1."""
     depth_fields = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
-    return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth_fields, L_bp_cycles=[1]), FULL)
+    return cab_hf.apply_cab(
+        tiny_model_of("hrm_text", **depth_fields, L_bp_cycles=[1]), FULL_BUDGET_CONFIG
+    )
 
 
 def make_prefix_inputs(prefix_length):
@@ -146,9 +148,9 @@ def make_mask_with_image(image_slots, q_offset, q_length=8):
 
     ``image_slots`` is the slice of image tokens, which attend to each other in both directions.
     """
-    groups = torch.full((1, 16), -1)
-    groups[:, image_slots] = 0
-    mask_function = or_masks(causal_mask_function, blockwise_overlay(groups))
+    image_ids = torch.full((1, 16), -1)
+    image_ids[:, image_slots] = 0
+    mask_function = or_masks(causal_mask_function, blockwise_overlay(image_ids))
     kv_length = q_offset + q_length
     return cab_mask(
         1, q_length, kv_length, q_offset, mask_function=mask_function, config=BertConfig()
@@ -169,15 +171,15 @@ def test_bidirectional_image_tokens_are_searched_in_queries_only():
 
 def test_window_of_multimodal_mask_is_detected_without_image():
     # Gemma 3 has this bidirectional mask function even if the prompt contains no image
-    groups = torch.full((1, 60), -1)
-    pattern = and_masks(
-        or_masks(causal_mask_function, blockwise_overlay(groups)), sliding_window_overlay(7)
+    image_ids = torch.full((1, 60), -1)
+    mask_function = and_masks(
+        or_masks(causal_mask_function, blockwise_overlay(image_ids)), sliding_window_overlay(7)
     )
-    options = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
-    mask = cab_mask(1, 60, 60, **options)
+    mask_options = {"mask_function": mask_function, "use_vmap": True, "config": BertConfig()}
+    mask = cab_mask(1, 60, 60, **mask_options)
     assert mask.details.unsupported_error is None and mask.window == 7
-    groups[:, 3:9] = 0
-    assert "attend to later tokens" in cab_mask(1, 60, 60, **options).details.unsupported_error
+    image_ids[:, 3:9] = 0
+    assert "attend to later tokens" in cab_mask(1, 60, 60, **mask_options).details.unsupported_error
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,20 @@ def find_package_folder(package, package_dirs):
 
     ``package_dirs`` is the option ``package_dir`` of setup.cfg.
     """
-    for name in sorted(package_dirs, key=len, reverse=True):
-        if package == name or package.startswith(name + "."):
-            return ROOT / package_dirs[name] / package[len(name) :].strip(".").replace(".", "/")
+    for parent_package in sorted(package_dirs, key=len, reverse=True):
+        if package == parent_package or package.startswith(parent_package + "."):
+            return (
+                ROOT
+                / package_dirs[parent_package]
+                / package[len(parent_package) :].strip(".").replace(".", "/")
+            )
     raise AssertionError(f"{package} has no folder")
 
 
 def test_every_package_folder_is_listed(setup_config):
     packages = setup_config["options"]["packages"].split()
-    lines = setup_config["options"]["package_dir"].strip().split("\n")
-    package_dirs = dict(line.split(" = ") for line in lines)
+    package_dir_lines = setup_config["options"]["package_dir"].strip().split("\n")
+    package_dirs = dict(package_dir_line.split(" = ") for package_dir_line in package_dir_lines)
     listed_folders = {find_package_folder(package, package_dirs) for package in packages}
     top_folders = {ROOT / folder for folder in package_dirs.values()}
     existing_folders = {
@@ -52,14 +56,23 @@ def test_every_package_folder_is_listed(setup_config):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Build the wheel as `python -m build` does, with the setuptools of this environment."""
-    folder = tmp_path_factory.mktemp("wheel")
+    wheel_folder = tmp_path_factory.mktemp("wheel")
     if importlib.util.find_spec("build"):
-        command = ["-m", "build", "-w", "-n", "-o", folder]
+        build_command = ["-m", "build", "-w", "-n", "-o", wheel_folder]
     else:
-        command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
-    subprocess.run([sys.executable, *command, ROOT], check=True, stdout=subprocess.DEVNULL)
-    (path,) = folder.glob("*.whl")
-    return path
+        build_command = [
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            wheel_folder,
+        ]
+    subprocess.run([sys.executable, *build_command, ROOT], check=True, stdout=subprocess.DEVNULL)
+    (wheel_path,) = wheel_folder.glob("*.whl")
+    return wheel_path
 
 
 # program that tests an installed cab_hf: sparse attention and packaged files
@@ -105,40 +118,59 @@ def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
     )
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site_packages)
-    requirements = tmp_path / "requirements"
-    requirements.mkdir()
-    for folder in (
+    requirements_folder = tmp_path / "requirements"
+    requirements_folder.mkdir()
+    for site_packages_folder in (
         Path(path_entry) for path_entry in sys.path if path_entry.endswith("site-packages")
     ):
-        for path in folder.iterdir():
+        for package_path in site_packages_folder.iterdir():
             # do not link the cab_hf of this environment, which is the source tree
-            if "cab_hf" not in path.name and path.suffix != ".pth":
-                (requirements / path.name).unlink(missing_ok=True)
-                (requirements / path.name).symlink_to(path)
-    (site_packages / "requirements.pth").write_text(f"{requirements}\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            if "cab_hf" not in package_path.name and package_path.suffix != ".pth":
+                (requirements_folder / package_path.name).unlink(missing_ok=True)
+                (requirements_folder / package_path.name).symlink_to(package_path)
+    (site_packages / "requirements.pth").write_text(f"{requirements_folder}\n")
+    environment_variables = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
     command = [environment_folder / "bin" / "python", "-c", INSTALL_CHECK_PROGRAM]
     process = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        command,
+        cwd=tmp_path,
+        env=environment_variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert process.stdout.endswith("works\n"), process.stderr
 
 
 def test_wheel_has_one_top_level_package(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    top_folders = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    archive_names = zipfile.ZipFile(wheel).namelist()
+    top_folders = {
+        archive_name.split("/")[0]
+        for archive_name in archive_names
+        if ".dist-info/" not in archive_name
+    }
     assert top_folders == {"cab_hf"}
     for path in ("eval/passkey.py", "patches/switch.py", "ops/reference.py", "py.typed"):
-        assert f"cab_hf/{path}" in names
+        assert f"cab_hf/{path}" in archive_names
     # eval/tasks has no __init__.py: its files are in the wheel as package data of setup.cfg
     task_files = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
     assert task_files == {
-        Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")
+        Path(archive_name).name
+        for archive_name in archive_names
+        if archive_name.startswith("cab_hf/eval/tasks/")
     }
-    assert {"cab_hf/eval/page.py", "cab_hf/eval/page.html"} <= set(names)
+    assert {"cab_hf/eval/page.py", "cab_hf/eval/page.html"} <= set(archive_names)
     config_files = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.yaml")}
-    packaged_files = {name for name in names if name.startswith("cab_hf/finetune/")}
-    assert config_files and {f"cab_hf/{name}" for name in config_files} <= packaged_files
+    packaged_files = {
+        archive_name
+        for archive_name in archive_names
+        if archive_name.startswith("cab_hf/finetune/")
+    }
+    assert (
+        config_files and {f"cab_hf/{config_file}" for config_file in config_files} <= packaged_files
+    )
 
 
 def test_public_names_are_listed():
@@ -158,8 +190,8 @@ def test_public_names_are_listed():
         "remove_cab",
         "stats",
     ]
-    for name in cab_hf.__all__:
-        assert getattr(cab_hf, name).__doc__
+    for public_name in cab_hf.__all__:
+        assert getattr(cab_hf, public_name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'cabs'"):
         cab_hf.cabs  # noqa: B018
 
@@ -168,13 +200,13 @@ def test_metadata_has_author_and_summary(setup_config):
     metadata = setup_config["metadata"]
     assert metadata["author"] and "urvature" not in metadata["description"]
     classifiers = metadata["classifiers"].split("\n")
-    assert any(line.startswith("Development Status") for line in classifiers)
+    assert any(classifier.startswith("Development Status") for classifier in classifiers)
 
 
-def run_code(code):
-    """Run ``code`` in a new Python process, and return a list of the words that it prints."""
+def run_python_code(program):
+    """Run ``program`` in a new Python process, and return a list of the words that it prints."""
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
     ).stdout.split()
 
 
@@ -182,31 +214,33 @@ def run_code(code):
     "import_order", mark_slow_except(["cab_hf, transformers", "transformers, cab_hf"], 0)
 )
 def test_import_registers_in_any_import_order(import_order):
-    code = f"import {import_order}; from transformers import AttentionInterface as A; print(*A())"
-    assert {"cab", "cab_dense"} <= set(run_code(code))
+    program = (
+        f"import {import_order}; from transformers import AttentionInterface as A; print(*A())"
+    )
+    assert {"cab", "cab_dense"} <= set(run_python_code(program))
 
 
 @pytest.mark.slow
 def test_import_after_model_class_registers():
-    code = (
+    program = (
         "from transformers import LlamaForCausalLM, AttentionMaskInterface as A; import cab_hf;"
         "print(*A._global_mapping)"
     )
-    assert {"cab", "cab_dense"} <= set(run_code(code))
+    assert {"cab", "cab_dense"} <= set(run_python_code(program))
 
 
 def test_import_is_fast_and_loads_no_triton_and_no_cuda():
-    code = (
+    program = (
         "import time, sys, transformers; start = time.perf_counter(); import cab_hf;"
         "print(time.perf_counter() - start);"
         "print('triton' in sys.modules or 'torch' in sys.modules and"
         " __import__('torch').cuda.is_initialized())"
     )
-    seconds, printed_is_loaded = run_code(code)
+    seconds, printed_flag = run_python_code(program)
     assert float(seconds) < 0.5
-    assert printed_is_loaded == "False"
+    assert printed_flag == "False"
 
 
 def test_import_does_not_load_pandas():
-    code = "import sys, cab_hf.eval.experiment; print('pandas' in sys.modules)"
-    assert run_code(code) == ["False"]
+    program = "import sys, cab_hf.eval.experiment; print('pandas' in sys.modules)"
+    assert run_python_code(program) == ["False"]

@@ -11,23 +11,23 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 
 
 @pytest.fixture
-def plan():
+def handwritten_plan():
     """Return a causal plan of 3 x 3 blocks of 2 tokens; the last query block skips block 1."""
     is_selected = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
     ranges = KeyRanges.causal(1, 6, 6, "cpu")
     return BlockPlan.from_dense(is_selected, ranges, query_block=2, key_block=2)
 
 
-def test_block_indices_of_handwritten_plan(plan):
-    assert plan.full.counts.tolist() == [[[0, 1, 1]]]
-    assert plan.full.indices.tolist() == [[[[0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
-    assert plan.partial.counts.tolist() == [[[1, 1, 1]]]
-    assert plan.partial.indices[0, 0, :, 0].tolist() == [0, 1, 2]
-    assert_valid_plan(plan)
+def test_block_indices_of_handwritten_plan(handwritten_plan):
+    assert handwritten_plan.full.counts.tolist() == [[[0, 1, 1]]]
+    assert handwritten_plan.full.indices.tolist() == [[[[0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
+    assert handwritten_plan.partial.counts.tolist() == [[[1, 1, 1]]]
+    assert handwritten_plan.partial.indices[0, 0, :, 0].tolist() == [0, 1, 2]
+    assert_valid_plan(handwritten_plan)
 
 
-def test_token_mask_of_handwritten_plan(plan):
-    assert plan.token_mask()[0, 0].int().tolist() == [
+def test_token_mask_of_handwritten_plan(handwritten_plan):
+    assert handwritten_plan.token_mask()[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -35,43 +35,51 @@ def test_token_mask_of_handwritten_plan(plan):
         [1, 1, 0, 0, 1, 0],
         [1, 1, 0, 0, 1, 1],
     ]
-    assert torch.equal(plan.token_mask(3, 5), plan.token_mask()[:, :, 3:5])
+    assert torch.equal(handwritten_plan.token_mask(3, 5), handwritten_plan.token_mask()[:, :, 3:5])
 
 
-def test_density_of_handwritten_plan(plan):
-    num_attended, num_causal = plan.pairs()
+def test_density_of_handwritten_plan(handwritten_plan):
+    num_attended, num_causal = handwritten_plan.pairs()
     assert (int(num_attended), int(num_causal)) == (17, 21)
-    assert plan.density() == 17 / 21
+    assert handwritten_plan.density() == 17 / 21
 
 
-def test_derived_range_tensors_are_cached_across_layers(plan):
-    ranges = plan.ranges
+def test_derived_range_tensors_are_cached_across_layers(handwritten_plan):
+    ranges = handwritten_plan.ranges
     first_tensors = ranges.rows(2), ranges.blocked(2), ranges.pairs()
-    density = plan.density()
+    density = handwritten_plan.density()
     # another plan with the same `KeyRanges` reads the same cache
-    dataclasses.replace(plan).density()
+    dataclasses.replace(handwritten_plan).density()
     second_tensors = ranges.rows(2), ranges.blocked(2), ranges.pairs()
-    assert all(x is y for x, y in zip(first_tensors, second_tensors, strict=True))
-    assert plan.density() == density
+    assert all(
+        first_tensor is second_tensor
+        for first_tensor, second_tensor in zip(first_tensors, second_tensors, strict=True)
+    )
+    assert handwritten_plan.density() == density
     # each block size has its own cache entry
     assert ranges.rows(3).queries.tolist() == [[3, 3]] and ranges.rows(2).queries.tolist() == [
         [2] * 3
     ]
 
 
-def test_transpose_of_handwritten_plan(plan):
-    full, partial = (lists.transpose(plan.kv_blocks) for lists in (plan.full, plan.partial))
-    assert full.counts.tolist() == [[[2, 0, 0]]]
-    assert full.indices[0, 0, 0, :2].tolist() == [1, 2]
-    assert partial.to_dense(3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+def test_transpose_of_handwritten_plan(handwritten_plan):
+    transposed_full, transposed_partial = (
+        block_lists.transpose(handwritten_plan.kv_blocks)
+        for block_lists in (handwritten_plan.full, handwritten_plan.partial)
+    )
+    assert transposed_full.counts.tolist() == [[[2, 0, 0]]]
+    assert transposed_full.indices[0, 0, 0, :2].tolist() == [1, 2]
+    assert transposed_partial.to_dense(3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("width", [None, 7])
-def test_from_dense_and_to_dense_are_inverse(width):
+@pytest.mark.parametrize("list_width", [None, 7])
+def test_from_dense_and_to_dense_are_inverse(list_width):
     is_selected = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
-    lists = BlockIndices.from_dense(is_selected, width and int(is_selected.sum(-1).max()))
-    assert torch.equal(lists.to_dense(11), is_selected)
-    assert not lists.indices[~lists.listed()].any()
+    block_lists = BlockIndices.from_dense(
+        is_selected, list_width and int(is_selected.sum(-1).max())
+    )
+    assert torch.equal(block_lists.to_dense(11), is_selected)
+    assert not block_lists.indices[~block_lists.listed()].any()
 
 
 @pytest.mark.parametrize(("query_block", "key_block"), [(32, 16), (16, 32), (16, 16)])
@@ -108,27 +116,27 @@ def test_from_dense_with_wrong_shape_raises():
 
 
 @pytest.mark.parametrize(
-    ("rows_before", "added_rows", "rows_after"),
+    ("dense_rows_before", "added_dense_rows", "dense_rows_after"),
     [
         pytest.param(None, [[2, 0]], {0, 2}, id="none-before"),
         pytest.param([[1, 2]], [[2, 0]], {0, 1, 2}, id="some-before"),
         pytest.param([[-1, 3]], [[-1, 0]], {0, 3}, id="gaps"),
     ],
 )
-def test_complete_rows_attend_all_blocks(rows_before, added_rows, rows_after):
+def test_complete_rows_attend_all_blocks(dense_rows_before, added_dense_rows, dense_rows_after):
     ranges = KeyRanges.causal(1, 16, 16, "cpu")
     is_selected = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
-    rows_before = None if rows_before is None else torch.tensor(rows_before)
+    dense_rows_before = None if dense_rows_before is None else torch.tensor(dense_rows_before)
     plan = BlockPlan.from_dense(
-        is_selected, ranges, query_block=4, key_block=4, dense_rows=rows_before
+        is_selected, ranges, query_block=4, key_block=4, dense_rows=dense_rows_before
     )
-    actual = plan.with_dense_rows(torch.tensor(added_rows))
-    assert_valid_plan(actual)
-    is_dense = torch.tensor([row in rows_after for row in range(4)])
-    all_blocks = block_visibility(ranges, 4, 4)[0]
-    expected = torch.where(is_dense[:, None], all_blocks, is_selected[0, 0])
-    assert torch.equal(actual.to_dense(), expected.expand(1, 2, -1, -1))
-    assert torch.equal(actual.is_dense(), is_dense.expand(1, 1, -1))
+    completed_plan = plan.with_dense_rows(torch.tensor(added_dense_rows))
+    assert_valid_plan(completed_plan)
+    is_dense_row = torch.tensor([row in dense_rows_after for row in range(4)])
+    is_visible = block_visibility(ranges, 4, 4)[0]
+    expected = torch.where(is_dense_row[:, None], is_visible, is_selected[0, 0])
+    assert torch.equal(completed_plan.to_dense(), expected.expand(1, 2, -1, -1))
+    assert torch.equal(completed_plan.is_dense(), is_dense_row.expand(1, 1, -1))
 
 
 def make_layout(padding_mask=None, doc_ids=None, q_length=None, align=4):

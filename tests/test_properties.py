@@ -8,7 +8,7 @@ import os
 from typing import NamedTuple
 
 import torch
-from budget import EPS
+from budget import DTYPE_EPS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -26,20 +26,24 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 NUM_CASES, NUM_FIXED_CASES = (
-    int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000))
+    int(os.environ.get(variable, default))
+    for variable, default in (("CASES", 0), ("FIXED_CASES", 2000))
 )
-BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
+BLOCK_SIZES = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
 # allowed difference of equivalent computations, relative to the largest output
 ROUNDING_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-# the calling layer: its RoPE makes predictors score half of the channels of large heads
-LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
-FULL_BUDGET = {"mass_threshold": 0.0, "max_density": 1.0}
+# the layer that calls attention: because it uses RoPE, predictors score half of the channels of
+# large heads
+CALLING_LAYER = LlamaAttention(
+    LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0
+)
+FULL_BUDGET_FIELDS = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
-def hypothesis_settings(share):
-    """Return hypothesis settings whose number of examples is ``share`` of all cases."""
+def hypothesis_settings(share_of_cases):
+    """Return hypothesis settings whose number of examples is ``share_of_cases`` of all cases."""
     return settings(
-        max_examples=int((NUM_CASES or NUM_FIXED_CASES) * share),
+        max_examples=int((NUM_CASES or NUM_FIXED_CASES) * share_of_cases),
         derandomize=not NUM_CASES,
         database=None,
         deadline=None,
@@ -57,64 +61,68 @@ class Heads(NamedTuple):
     dtype: torch.dtype
     seed: int
 
-    def draw(self, batch, length):
+    def draw_qkv(self, batch, length):
         """Return random q, k and v [B, H, N, D] with the strides of [B, N, H, D].
 
         q and k are doubled, so that the masses of blocks differ.
         """
         generator = torch.Generator().manual_seed(self.seed)
 
-        def normal(heads):
-            x = torch.randn(batch, length, heads, self.dim, generator=generator)
+        def draw_normal(num_heads):
+            x = torch.randn(batch, length, num_heads, self.dim, generator=generator)
             return x.to(self.dtype).transpose(1, 2)
 
-        return 2 * normal(self.num_heads), 2 * normal(self.num_kv_heads), normal(self.num_kv_heads)
+        return (
+            2 * draw_normal(self.num_heads),
+            2 * draw_normal(self.num_kv_heads),
+            draw_normal(self.num_kv_heads),
+        )
 
 
 class Features(NamedTuple):
     """Attention features: window in tokens, seed of random sinks, and soft cap; None: without."""
 
     window: int | None = None
-    sinks: int | None = None
+    sink_seed: int | None = None
     softcap: float | None = None
 
-    def arguments(self, heads, dtype):
+    def make_arguments(self, num_heads, dtype):
         """Return the arguments ``softcap`` and ``sinks`` of an attention function."""
         arguments = {"softcap": self.softcap}
-        if self.sinks is not None:
-            generator = torch.Generator().manual_seed(self.sinks)
-            arguments["sinks"] = torch.randn(heads, generator=generator).to(dtype)
+        if self.sink_seed is not None:
+            generator = torch.Generator().manual_seed(self.sink_seed)
+            arguments["sinks"] = torch.randn(num_heads, generator=generator).to(dtype)
         return arguments
 
 
 class Row(NamedTuple):
     """Numbers of padding tokens (left, in the middle, right) and document lengths of a row."""
 
-    left: int
-    hole: int
-    right: int
-    lengths: tuple[int, ...]
+    left_padding: int
+    middle_padding: int
+    right_padding: int
+    document_lengths: tuple[int, ...]
 
     @property
-    def tokens(self):
+    def num_tokens(self):
         """Return the number of tokens without padding."""
-        return sum(self.lengths)
+        return sum(self.document_lengths)
 
     def make_doc_ids(self):
         """Return the document id of each slot, [N]; -1 for padding."""
-        doc_ids = torch.repeat_interleave(torch.tensor(self.lengths))
-        middle = self.tokens // 2
+        doc_ids = torch.repeat_interleave(torch.tensor(self.document_lengths))
+        middle_token = self.num_tokens // 2
 
-        def make_padding(count):
-            return torch.full((count,), -1)
+        def make_padding(num_padding_tokens):
+            return torch.full((num_padding_tokens,), -1)
 
-        pieces = (
-            make_padding(self.left),
-            doc_ids[:middle],
-            make_padding(self.hole),
-            doc_ids[middle:],
+        doc_id_pieces = (
+            make_padding(self.left_padding),
+            doc_ids[:middle_token],
+            make_padding(self.middle_padding),
+            doc_ids[middle_token:],
         )
-        return torch.cat([*pieces, make_padding(self.right)])
+        return torch.cat([*doc_id_pieces, make_padding(self.right_padding)])
 
 
 class Batch(NamedTuple):
@@ -157,7 +165,7 @@ class Batch(NamedTuple):
         )
         return arguments | {"positions": positions}
 
-    def visible_pairs(self, window=None):
+    def make_visibility_mask(self, window=None):
         """Return the token mask of dense attention, bool [B, 1, N, N].
 
         A query may attend to earlier tokens of its document inside the window, and to itself.
@@ -193,7 +201,7 @@ def draw_features(draw):
     """Draw a `Features`."""
     return Features(
         window=draw(st.sampled_from((None, None, 1, 20, 70))),
-        sinks=draw(st.one_of(st.none(), st.integers(0, 2**16))),
+        sink_seed=draw(st.one_of(st.none(), st.integers(0, 2**16))),
         softcap=draw(st.sampled_from((None, None, 5.0, 50.0))),
     )
 
@@ -207,18 +215,31 @@ def draw_batches(draw, max_tokens=120):
         cut_positions = draw(st.lists(st.integers(0, num_tokens), max_size=3))
         if draw(st.booleans()):
             # add a document of one token
-            cut_positions += [min(cut + 1, num_tokens) for cut in cut_positions[:1]]
-        ends = sorted({*cut_positions, num_tokens} - {0})
-        lengths = tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
-        padding = st.one_of(st.just(0), st.integers(0, 40))
-        rows.append(Row(draw(padding), draw(padding), draw(padding), lengths))
+            cut_positions += [
+                min(cut_position + 1, num_tokens) for cut_position in cut_positions[:1]
+            ]
+        document_ends = sorted({*cut_positions, num_tokens} - {0})
+        lengths = tuple(
+            document_end - document_start
+            for document_start, document_end in zip(
+                [0, *document_ends], document_ends, strict=False
+            )
+        )
+        padding_lengths = st.one_of(st.just(0), st.integers(0, 40))
+        rows.append(
+            Row(draw(padding_lengths), draw(padding_lengths), draw(padding_lengths), lengths)
+        )
     row_doc_ids = [row.make_doc_ids() for row in rows]
     length = max(map(len, row_doc_ids))
     # pad all rows to the length of the longest row, all on the left or all on the right
     is_left_padded = draw(st.booleans())
     padded_doc_ids = [
-        F.pad(x, (length - len(x), 0) if is_left_padded else (0, length - len(x)), value=-1)
-        for x in row_doc_ids
+        F.pad(
+            doc_ids,
+            (length - len(doc_ids), 0) if is_left_padded else (0, length - len(doc_ids)),
+            value=-1,
+        )
+        for doc_ids in row_doc_ids
     ]
     return Batch(
         torch.stack(padded_doc_ids),
@@ -227,10 +248,10 @@ def draw_batches(draw, max_tokens=120):
 
 
 @st.composite
-def draw_config(draw, **fixed):
-    """Draw a `CabConfig`; ``fixed`` are fields that are not drawn."""
-    query_block, key_block = draw(st.sampled_from(BLOCKS))
-    fields = {
+def draw_config(draw, **fixed_fields):
+    """Draw a `CabConfig`; ``fixed_fields`` are fields that are not drawn."""
+    query_block, key_block = draw(st.sampled_from(BLOCK_SIZES))
+    drawn_fields = {
         "query_block": query_block,
         "key_block": key_block,
         "sink_blocks": draw(st.integers(0, 2)),
@@ -245,7 +266,7 @@ def draw_config(draw, **fixed):
         "max_density": draw(st.sampled_from((1.0, 0.5))),
         "min_length": draw(st.sampled_from((0, 0, 0, 40, 80, 120))),
     }
-    return CabConfig.reading({**fields, **fixed})
+    return CabConfig.reading({**drawn_fields, **fixed_fields})
 
 
 def call_cab(
@@ -277,8 +298,8 @@ def call_cab(
         window: sliding window in tokens; None: no window.
         sinks, softcap: sinks of heads and soft cap of logits; None: without.
     """
-    LAYER.config.cab_config = config.to_dict()
-    LAYER.config.num_attention_heads = q.shape[1]
+    CALLING_LAYER.config.cab_config = config.to_dict()
+    CALLING_LAYER.config.num_attention_heads = q.shape[1]
     if is_position_in_mask:
         record_positions(positions)
         positions = None
@@ -290,14 +311,14 @@ def call_cab(
         attention_mask=padding_mask,
         local_size=window,
     )
-    function = cab_attention if is_sparse else cab_dense_attention
-    fields = {
+    attend = cab_attention if is_sparse else cab_dense_attention
+    attention_options = {
         "position_ids": positions,
         "cu_seq_lens_q": cumulative_lengths,
         "cu_seq_lens_k": cumulative_lengths,
     }
-    fields |= {"s_aux": sinks, "softcap": softcap}
-    return function(LAYER, q, k, v, attention_mask=mask, **fields)[0]
+    attention_options |= {"s_aux": sinks, "softcap": softcap}
+    return attend(CALLING_LAYER, q, k, v, attention_mask=mask, **attention_options)[0]
 
 
 def compute_masked_attention(q, k, v, is_visible, sinks=None, softcap=None):
@@ -310,35 +331,35 @@ def compute_masked_attention(q, k, v, is_visible, sinks=None, softcap=None):
     if sinks is None and softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible | has_no_keys)
     else:
-        wide_dtype = torch.promote_types(q.dtype, torch.float32)
-        logits = (q @ k.mT).to(wide_dtype) * q.shape[-1] ** -0.5
+        logit_dtype = torch.promote_types(q.dtype, torch.float32)
+        logits = (q @ k.mT).to(logit_dtype) * q.shape[-1] ** -0.5
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~(is_visible | has_no_keys), -torch.inf)
         if sinks is not None:
-            sink_logits = sinks.to(wide_dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            sink_logits = sinks.to(logit_dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, sink_logits], dim=-1)
         out = logits.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
     return out.masked_fill(has_no_keys, 0.0).transpose(1, 2)
 
 
-def assert_within_error_budget(actual, q, k, v, is_visible, is_compared, **features):
+def assert_within_error_budget(actual, q, k, v, is_visible, is_compared, **logit_arguments):
     """Assert that ``actual`` is within the error budget: twice the error of plain PyTorch.
 
     Args:
         actual: output of `call_cab`.
-        q, k, v, is_visible, features: arguments of `compute_masked_attention`.
+        q, k, v, is_visible, logit_arguments: arguments of `compute_masked_attention`.
         is_compared: bool [B, N], tokens that are compared.
     """
     exact_out = compute_masked_attention(
-        q.double(), k.double(), v.double(), is_visible=is_visible, **features
+        q.double(), k.double(), v.double(), is_visible=is_visible, **logit_arguments
     )
-    plain_out = compute_masked_attention(q, k, v, is_visible=is_visible, **features)
+    plain_out = compute_masked_attention(q, k, v, is_visible=is_visible, **logit_arguments)
     assert actual.dtype == q.dtype and torch.isfinite(actual).all()
     error, plain_error = (
         (x.double() - exact_out)[is_compared].abs().max() for x in (actual, plain_out)
     )
-    assert error <= 2 * (plain_error + EPS[q.dtype] * exact_out.abs().max())
+    assert error <= 2 * (plain_error + DTYPE_EPS[q.dtype] * exact_out.abs().max())
 
 
 def assert_equal_up_to_rounding(actual, expected, v):
@@ -347,10 +368,10 @@ def assert_equal_up_to_rounding(actual, expected, v):
     Each computation rounds the outputs and the probabilities, whose products with v are summed.
     The allowed difference is therefore relative to the outputs and to v.
     """
-    largest = max(1.0, (float(expected.abs().max()) + float(v.abs().max())) / 2)
+    largest_value = max(1.0, (float(expected.abs().max()) + float(v.abs().max())) / 2)
     assert (actual.double() - expected.double()).abs().max() <= ROUNDING_TOLERANCE[
         expected.dtype
-    ] * largest
+    ] * largest_value
 
 
 @hypothesis_settings(0.25)
@@ -362,11 +383,11 @@ def test_full_budget_equals_masked_attention(data):
         data.draw(draw_batches()),
         data.draw(draw_features()),
     )
-    config = data.draw(draw_config(**FULL_BUDGET))
+    config = data.draw(draw_config(**FULL_BUDGET_FIELDS))
     num_rows, length = batch.doc_ids.shape
-    q, k, v = heads.draw(num_rows, length)
+    q, k, v = heads.draw_qkv(num_rows, length)
     logit_arguments, is_sparse = (
-        features.arguments(heads.num_heads, heads.dtype),
+        features.make_arguments(heads.num_heads, heads.dtype),
         data.draw(st.booleans()),
     )
     out = call_cab(
@@ -379,7 +400,7 @@ def test_full_budget_equals_masked_attention(data):
         is_sparse=is_sparse,
         window=features.window,
     )
-    is_visible = batch.visible_pairs(features.window)
+    is_visible = batch.make_visibility_mask(features.window)
     assert_within_error_budget(
         out, q, k, v, is_visible=is_visible, is_compared=batch.doc_ids >= 0, **logit_arguments
     )
@@ -393,13 +414,15 @@ def test_padded_and_packed_sequences_equal_single_sequences(data):
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
     config = data.draw(draw_config(predictor=predictor))
     num_rows, length = batch.doc_ids.shape
-    q, k, v = heads.draw(num_rows, length)
-    logit_arguments = data.draw(draw_features()).arguments(heads.num_heads, heads.dtype)
+    q, k, v = heads.draw_qkv(num_rows, length)
+    logit_arguments = data.draw(draw_features()).make_arguments(heads.num_heads, heads.dtype)
     out = call_cab(config, q, k, v, **batch.arguments, **logit_arguments)
-    for row, slots in batch.iterate_documents():
-        document_q, document_k, document_v = (x[row : row + 1, :, slots] for x in (q, k, v))
+    for row, document_slots in batch.iterate_documents():
+        document_q, document_k, document_v = (
+            x[row : row + 1, :, document_slots] for x in (q, k, v)
+        )
         expected = call_cab(config, document_q, document_k, document_v, **logit_arguments)
-        assert_equal_up_to_rounding(out[row : row + 1, slots], expected, document_v)
+        assert_equal_up_to_rounding(out[row : row + 1, document_slots], expected, document_v)
 
 
 @hypothesis_settings(0.1)
@@ -410,17 +433,17 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
     config = data.draw(draw_config(predictor=predictor))
     num_rows, length = batch.doc_ids.shape
-    q, k, v = heads.draw(num_rows, length)
-    row, slot = data.draw(st.sampled_from((batch.doc_ids >= 0).nonzero().tolist()))
-    head = data.draw(st.integers(0, heads.num_kv_heads - 1))
-    k[row, head, slot, data.draw(st.integers(0, heads.dim - 1))] = torch.nan
+    q, k, v = heads.draw_qkv(num_rows, length)
+    nan_row, nan_slot = data.draw(st.sampled_from((batch.doc_ids >= 0).nonzero().tolist()))
+    nan_head = data.draw(st.integers(0, heads.num_kv_heads - 1))
+    k[nan_row, nan_head, nan_slot, data.draw(st.integers(0, heads.dim - 1))] = torch.nan
     out = call_cab(config, q, k, v, **batch.arguments)
-    row_output = out[row].unflatten(1, (heads.num_kv_heads, -1))
-    is_visible = batch.visible_pairs()[row, 0]
+    row_output = out[nan_row].unflatten(1, (heads.num_kv_heads, -1))
+    is_visible = batch.make_visibility_mask()[nan_row, 0]
     # leave out queries with a single key, for which PyTorch may return 0 instead of NaN
-    assert row_output[is_visible[:, slot] & (is_visible.sum(-1) > 1), head].isnan().all()
-    assert out[torch.arange(len(out)) != row].isfinite().all()
-    assert row_output[:, torch.arange(heads.num_kv_heads) != head].isfinite().all()
+    assert row_output[is_visible[:, nan_slot] & (is_visible.sum(-1) > 1), nan_head].isnan().all()
+    assert out[torch.arange(len(out)) != nan_row].isfinite().all()
+    assert row_output[:, torch.arange(heads.num_kv_heads) != nan_head].isfinite().all()
 
 
 @hypothesis_settings(0.15)
@@ -429,10 +452,12 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
     """Compare with the plan as a token mask, which must also contain the forced blocks."""
     heads, length = data.draw(draw_heads()), data.draw(st.integers(1, 160))
     config = data.draw(draw_config(min_length=0))
-    q, k, v = heads.draw(1, length)
+    q, k, v = heads.draw_qkv(1, length)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    call = LayerContext(ranges, heads.dim**-0.5, 0, channels=slow_channels(LAYER, heads.dim))
-    plan = make_predictor(config)(q, k, call)
+    layer_context = LayerContext(
+        ranges, heads.dim**-0.5, 0, channels=slow_channels(CALLING_LAYER, heads.dim)
+    )
+    plan = make_predictor(config)(q, k, layer_context)
     assert_valid_plan(plan)
     is_visible = plan.token_mask()
     is_causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -469,64 +494,81 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
     slots = torch.arange(total_length)
     padding_mask = torch.stack(
         [
-            (slots >= left) & (slots < left + n)
-            for left, n in zip(left_paddings, lengths, strict=True)
+            (slots >= left_padding) & (slots < left_padding + row_length)
+            for left_padding, row_length in zip(left_paddings, lengths, strict=True)
         ]
     )
-    q, k, v = heads.draw(len(lengths), total_length)
+    q, k, v = heads.draw_qkv(len(lengths), total_length)
     cache, chunk_outputs = DynamicCache(), []
-    for start in range(0, total_length, chunk_tokens):
-        token_slice = slice(start, min(start + chunk_tokens, total_length))
-        keys, values = cache.update(k[:, :, token_slice], v[:, :, token_slice], 0)
+    for chunk_start in range(0, total_length, chunk_tokens):
+        chunk_slice = slice(chunk_start, min(chunk_start + chunk_tokens, total_length))
+        cached_keys, cached_values = cache.update(k[:, :, chunk_slice], v[:, :, chunk_slice], 0)
         chunk_outputs.append(
             call_cab(
                 config,
-                q[:, :, token_slice],
-                keys,
-                values,
-                num_cached=start,
-                padding_mask=padding_mask[:, : token_slice.stop],
+                q[:, :, chunk_slice],
+                cached_keys,
+                cached_values,
+                num_cached=chunk_start,
+                padding_mask=padding_mask[:, : chunk_slice.stop],
             )
         )
     actual = torch.cat(chunk_outputs, dim=1)
-    for row, (left, length) in enumerate(zip(left_paddings, lengths, strict=True)):
-        row_q, row_k, row_v = (x[row : row + 1, :, left : left + length] for x in (q, k, v))
+    for row, (left_padding, length) in enumerate(zip(left_paddings, lengths, strict=True)):
+        row_q, row_k, row_v = (
+            x[row : row + 1, :, left_padding : left_padding + length] for x in (q, k, v)
+        )
         sparse_out = call_cab(config, row_q, row_k, row_v)
         dense_out = call_cab(config, row_q, row_k, row_v, is_sparse=False)
         # number of queries of this row in the last chunk
-        num_last_chunk = length - max(0, (left + length - 1) // chunk_tokens * chunk_tokens - left)
-        dense_start = length - num_last_chunk if num_last_chunk < query_block else length
+        num_last_chunk_tokens = length - max(
+            0, (left_padding + length - 1) // chunk_tokens * chunk_tokens - left_padding
+        )
+        dense_start = (
+            length - num_last_chunk_tokens if num_last_chunk_tokens < query_block else length
+        )
         expected = torch.cat((sparse_out[:, :dense_start], dense_out[:, dense_start:]), dim=1)
-        assert_equal_up_to_rounding(actual[row : row + 1, left : left + length], expected, row_v)
+        assert_equal_up_to_rounding(
+            actual[row : row + 1, left_padding : left_padding + length], expected, row_v
+        )
 
 
 @hypothesis_settings(0.2)
 @given(st.data())
 def test_chunks_at_full_budget_equal_masked_attention(data):
     heads = data.draw(draw_heads())
-    config = data.draw(draw_config(**FULL_BUDGET))
+    config = data.draw(draw_config(**FULL_BUDGET_FIELDS))
     row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
     batch = Batch(torch.stack([row.make_doc_ids()]), "positions, ones")
     total_length = batch.doc_ids.shape[1]
-    q, k, v = heads.draw(1, total_length)
+    q, k, v = heads.draw_qkv(1, total_length)
     is_sparse, features = data.draw(st.booleans()), data.draw(draw_features())
-    logit_arguments = features.arguments(heads.num_heads, heads.dtype)
-    cache, chunk_outputs, start = DynamicCache(), [], 0
-    while start < total_length:
-        stop = min(total_length, start + data.draw(st.integers(1, 90)))
-        keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop], 0)
-        real = batch.doc_ids[:, :stop] >= 0
+    logit_arguments = features.make_arguments(heads.num_heads, heads.dtype)
+    cache, chunk_outputs, chunk_start = DynamicCache(), [], 0
+    while chunk_start < total_length:
+        chunk_end = min(total_length, chunk_start + data.draw(st.integers(1, 90)))
+        cached_keys, cached_values = cache.update(
+            k[:, :, chunk_start:chunk_end], v[:, :, chunk_start:chunk_end], 0
+        )
+        padding_mask = batch.doc_ids[:, :chunk_end] >= 0
         call_arguments = {
-            "num_cached": start,
-            "padding_mask": real,
+            "num_cached": chunk_start,
+            "padding_mask": padding_mask,
             "is_sparse": is_sparse,
             "window": features.window,
         }
         chunk_outputs.append(
-            call_cab(config, q[:, :, start:stop], keys, values, **call_arguments, **logit_arguments)
+            call_cab(
+                config,
+                q[:, :, chunk_start:chunk_end],
+                cached_keys,
+                cached_values,
+                **call_arguments,
+                **logit_arguments,
+            )
         )
-        start = stop
-    is_visible = batch.visible_pairs(features.window)
+        chunk_start = chunk_end
+    is_visible = batch.make_visibility_mask(features.window)
     assert_within_error_budget(
         torch.cat(chunk_outputs, 1),
         q,

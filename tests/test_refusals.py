@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from tiny import FULL, SMALL, tiny_llava, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SMALL_BLOCKS_CONFIG, tiny_llava, tiny_model, tokens
 from tiny_types import tiny_model as tiny_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -28,10 +28,10 @@ from cab_hf.config import ENGINES
 @pytest.fixture(scope="module")
 def model():
     """Return a tiny LLaMA with "cab"."""
-    return cab_hf.apply_cab(tiny_model(), FULL)
+    return cab_hf.apply_cab(tiny_model(), FULL_BUDGET_CONFIG)
 
 
-SIZES = {
+MODEL_SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -65,7 +65,7 @@ MLA_FIELDS = {
 }
 
 
-# by name: function that runs `call(ids)` under a transform of PyTorch
+# by name: function that runs `call_model(ids)` under a transform of PyTorch
 TRANSFORMS = {
     "torch.jit.trace": lambda call, ids: torch.jit.trace(call, (ids,), check_trace=False),
     "torch.vmap": lambda call, ids: torch.vmap(lambda row: call(row[None]))(ids),
@@ -77,41 +77,47 @@ TRANSFORMS = {
 }
 
 
-def _call_with_fake_tensors(call, ids):
-    """Run ``call(ids)`` with fake tensors, which have shapes but no values."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return call(mode.from_tensor(ids))
+def _call_with_fake_tensors(call_model, ids):
+    """Run ``call_model(ids)`` with fake tensors, which have shapes but no values."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+        return call_model(fake_mode.from_tensor(ids))
 
 
 @pytest.mark.parametrize("attention_kind", ["sparse", "full", "exact", "dense"])
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_functional_transforms_raise_or_equal_plain_call(name, attention_kind):
+@pytest.mark.parametrize("transform_name", TRANSFORMS)
+def test_functional_transforms_raise_or_equal_plain_call(transform_name, attention_kind):
     """Assert that a transform raises an error with its name, or equals a plain call."""
-    settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
-    model, ids = apply_cab(tiny_model(), settings.get(attention_kind, SMALL)), tokens(2, 200)
+    config_by_kind = {
+        "full": FULL_BUDGET_CONFIG,
+        "exact": SMALL_BLOCKS_CONFIG.changed(min_length=500),
+    }
+    model, ids = (
+        apply_cab(tiny_model(), config_by_kind.get(attention_kind, SMALL_BLOCKS_CONFIG)),
+        tokens(2, 200),
+    )
     # torch.jit.trace rejects constants that require gradients, such as weights
     model.requires_grad_(False)
     if attention_kind == "dense":
         model.set_attn_implementation("cab_dense")
 
-    def call(ids, scale=1.0):
+    def call_model(ids, scale=1.0):
         embeddings = model.get_input_embeddings()(ids) * scale
         return model(inputs_embeds=embeddings, use_cache=False).logits
 
-    transform = TRANSFORMS[name]
-    if attention_kind in ("exact", "dense") and name == "torch.vmap":
-        torch.testing.assert_close(transform(call, ids)[:, 0], call(ids))
+    transform = TRANSFORMS[transform_name]
+    if attention_kind in ("exact", "dense") and transform_name == "torch.vmap":
+        torch.testing.assert_close(transform(call_model, ids)[:, 0], call_model(ids))
         return
-    if attention_kind in ("exact", "dense") and "gradients" in name:
-        actual = transform(call, ids)
+    if attention_kind in ("exact", "dense") and "gradients" in transform_name:
+        actual = transform(call_model, ids)
         for row, gradient in zip(ids, actual, strict=True):
             scale = torch.ones((), requires_grad=True)
-            call(row[None], scale).sum().backward()
+            call_model(row[None], scale).sum().backward()
             torch.testing.assert_close(gradient, scale.grad, rtol=1e-3, atol=1e-3)
         return
-    with pytest.raises(NotImplementedError, match=name.split(" over ")[0]) as error_info:
-        transform(call, ids)
-    if "trace" in name:
+    with pytest.raises(NotImplementedError, match=transform_name.split(" over ")[0]) as error_info:
+        transform(call_model, ids)
+    if "trace" in transform_name:
         assert "torch.export" in str(error_info.value)
 
 
@@ -127,14 +133,17 @@ def test_active_context_parallel_mesh_raises(model, monkeypatch):
 
 def make_bert():
     """Return a BERT model, whose attention is bidirectional, with "cab"."""
-    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    model = BertModel(BertConfig(**sizes, num_attention_heads=2, num_hidden_layers=1))
+    model_sizes = {
+        size_name: MODEL_SIZES[size_name]
+        for size_name in ("vocab_size", "hidden_size", "intermediate_size")
+    }
+    model = BertModel(BertConfig(**model_sizes, num_attention_heads=2, num_hidden_layers=1))
     model.set_attn_implementation("cab")
     return model
 
 
 @pytest.mark.parametrize(
-    ("model_type", "field", "setting"),
+    ("model_type", "config_field", "remedy"),
     [
         ("llama", "attention_dropout", "attention_dropout = 0.0 in every LlamaAttention"),
         ("opt", "attention_dropout", "dropout = 0.0 in every OPTAttention"),
@@ -144,26 +153,28 @@ def make_bert():
         ("persimmon", "attention_dropout", "model.config.attention_dropout = 0.0"),
     ],
 )
-def test_remedies_named_by_dropout_error_work(model_type, field, setting, tmp_path):
-    model = tiny_type(model_type, **{field: 0.2})
+def test_remedies_named_by_dropout_error_work(model_type, config_field, remedy, tmp_path):
+    model = tiny_type(model_type, **{config_field: 0.2})
     model.save_pretrained(tmp_path)
-    cab_hf.apply_cab(model, FULL).train()
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG).train()
     with pytest.raises(
         ValueError, match="dropout must be 0, got 0.2: 'cab' has no attention"
     ) as error_info:
         model(tokens(1, 40), use_cache=False)
-    assert f"Load the model with {field}=0.0 in its config" in str(error_info.value)
-    assert f"set {setting}" in str(error_info.value)
-    attribute_path, _, class_name = setting.partition(" = 0.0 in every ")
-    *parent_names, name = attribute_path.removeprefix("model.").removesuffix(" = 0.0").split(".")
+    assert f"Load the model with {config_field}=0.0 in its config" in str(error_info.value)
+    assert f"set {remedy}" in str(error_info.value)
+    attribute_path, _, class_name = remedy.partition(" = 0.0 in every ")
+    *parent_names, attribute_name = (
+        attribute_path.removeprefix("model.").removesuffix(" = 0.0").split(".")
+    )
     for module in model.modules():
         if type(module).__name__ == (class_name or type(model).__name__):
             for parent_name in parent_names:
                 module = getattr(module, parent_name)
-            setattr(module, name, 0.0)
+            setattr(module, attribute_name, 0.0)
     model(tokens(1, 40), use_cache=False)
-    reloaded = type(model).from_pretrained(tmp_path, **{field: 0.0})
-    cab_hf.apply_cab(reloaded, FULL).train()(tokens(1, 40), use_cache=False)
+    reloaded_model = type(model).from_pretrained(tmp_path, **{config_field: 0.0})
+    cab_hf.apply_cab(reloaded_model, FULL_BUDGET_CONFIG).train()(tokens(1, 40), use_cache=False)
 
 
 def test_unexplained_dropout_error_names_eval(model):
@@ -208,25 +219,29 @@ def test_invalid_saved_config_raises(saved_config):
         cab_hf.describe(model)
 
 
-@pytest.mark.parametrize("path", ["mass_threshold=0.08", "", "nowhere.json"])
-def test_unknown_calibration_name_raises(path):
+@pytest.mark.parametrize("calibration_name", ["mass_threshold=0.08", "", "nowhere.json"])
+def test_unknown_calibration_name_raises(calibration_name):
     model = tiny_model()
     for set_config in (
-        lambda: setattr(model.config, "cab_config", path),
-        lambda: apply_cab(model, path),
+        lambda: setattr(model.config, "cab_config", calibration_name),
+        lambda: apply_cab(model, calibration_name),
     ):
-        with pytest.raises(ValueError, match=f"{path!r} is not a file. Pass a file written by"):
+        with pytest.raises(
+            ValueError, match=f"{calibration_name!r} is not a file. Pass a file written by"
+        ):
             set_config()
     assert model.config.cab_config is None
 
 
-@pytest.mark.parametrize("config", [3, 0.8, [("redundancy", 0.8)], type(SMALL)], ids=repr)
-def test_settings_of_wrong_type_raise(config):
+@pytest.mark.parametrize(
+    "invalid_config", [3, 0.8, [("redundancy", 0.8)], type(SMALL_BLOCKS_CONFIG)], ids=repr
+)
+def test_settings_of_wrong_type_raise(invalid_config):
     model = tiny_model()
-    message = "config must be a CabConfig, a dict of its fields, or the path of a .*, got "
-    with pytest.raises(ValueError, match=message):
-        apply_cab(model, config)
-    with pytest.raises(ValueError, match=message), cab_hf.cab(model, config):
+    error_pattern = "config must be a CabConfig, a dict of its fields, or the path of a .*, got "
+    with pytest.raises(ValueError, match=error_pattern):
+        apply_cab(model, invalid_config)
+    with pytest.raises(ValueError, match=error_pattern), cab_hf.cab(model, invalid_config):
         pass
     assert model.config._attn_implementation == "sdpa"
 
@@ -241,15 +256,15 @@ def test_invalid_saved_config_raises_when_compiled(saved_config):
         torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(1, 40))
 
 
-def call_attention(query, key=None, mask=None, attend=cab_attention, **kwargs):
+def call_attention(query, key=None, mask=None, attend=cab_attention, **attention_options):
     """Call an attention function as a model's layer does; ``key`` None: use the query as key."""
     module = torch.nn.Module()
     module.config = tiny_model().config
-    module.config.cab_config = FULL
+    module.config.cab_config = FULL_BUDGET_CONFIG
     module.layer_idx = 0
     module.num_key_value_groups = 1
     key = query if key is None else key
-    return attend(module, query, key, key, attention_mask=mask, **kwargs)
+    return attend(module, query, key, key, attention_mask=mask, **attention_options)
 
 
 EIGHT_QUERIES = torch.zeros(1, 1, 8, 16)  # queries of eight tokens
@@ -260,14 +275,16 @@ def prefix_mask_function(batch, head, query, key):
     return (key <= query) | (key < 4)
 
 
-def make_prefix_mask(**options):
+def make_prefix_mask(**mask_options):
     """Return the mask of a function that is not causal; a layer raises when it uses the mask."""
-    return cab_mask(1, 8, 8, mask_function=prefix_mask_function, config=BertConfig(), **options)
+    return cab_mask(
+        1, 8, 8, mask_function=prefix_mask_function, config=BertConfig(), **mask_options
+    )
 
 
-def make_forward(**inputs):
+def make_forward(**model_inputs):
     """Return a function that takes a model and calls it with two sequences of 40 tokens."""
-    return lambda model: model(tokens(2, 40), use_cache=False, **inputs)
+    return lambda model: model(tokens(2, 40), use_cache=False, **model_inputs)
 
 
 def make_padded_forward(num_rows, length):
@@ -275,49 +292,53 @@ def make_padded_forward(num_rows, length):
     return make_forward(attention_mask=(torch.arange(length) > 0).expand(num_rows, -1))
 
 
-def make_attention_call(**arguments):
+def make_attention_call(**attention_arguments):
     """Return a function that ignores its model, and calls attention directly with 8 tokens."""
-    return lambda _: call_attention(**{"query": EIGHT_QUERIES, **arguments})
+    return lambda _: call_attention(**{"query": EIGHT_QUERIES, **attention_arguments})
 
 
-def make_apply_cab(config=None, **fields):
+def make_apply_cab(config=None, **config_fields):
     """Return a function that takes a model and calls `apply_cab` with these settings."""
-    return lambda model: apply_cab(model, config, **fields)
+    return lambda model: apply_cab(model, config, **config_fields)
 
 
-def make_training_step(**fields):
+def make_training_step(**config_fields):
     """Return a function that ignores its model, and runs a training step of a new model.
 
-    ``fields`` are fields of CabConfig, or ``attention_dropout`` of the model config.
+    ``config_fields`` are fields of CabConfig, or ``attention_dropout`` of the model config.
     """
-    attributes = {name: fields.pop(name) for name in ("attention_dropout",) if name in fields}
+    model_fields = {
+        field_name: config_fields.pop(field_name)
+        for field_name in ("attention_dropout",)
+        if field_name in config_fields
+    }
 
-    def step(_):
-        model = apply_cab(tiny_model(**attributes), FULL, **fields).train()
+    def run_training_step(_):
+        model = apply_cab(tiny_model(**model_fields), FULL_BUDGET_CONFIG, **config_fields).train()
         model(tokens(1, 40), labels=tokens(1, 40))
 
-    return step
+    return run_training_step
 
 
-def make_decode_after_crop(num_lost):
-    """Return a function that crops layer 1 of a cache by ``num_lost`` tokens, and then decodes."""
+def make_decode_after_crop(num_cropped_tokens):
+    """Return a function that crops ``num_cropped_tokens`` of layer 1 of a cache, then decodes."""
 
-    def step(model):
+    def crop_and_decode(model):
         cache, ids = DynamicCache(config=model.config), tokens(1, 201)
         model(ids[:, :200], past_key_values=cache)
-        cache.layers[1].crop(-num_lost)
+        cache.layers[1].crop(-num_cropped_tokens)
         model(ids[:, 200:], past_key_values=cache)
 
-    return step
+    return crop_and_decode
 
 
 def call_under_vmap(model):
     """Call a model under torch.vmap with a padding mask per row."""
 
-    def row_logits(row):
+    def compute_row_logits(row):
         return model(row[None], attention_mask=torch.ones_like(row[None])).logits
 
-    torch.vmap(row_logits)(tokens(2, 200))
+    torch.vmap(compute_row_logits)(tokens(2, 200))
 
 
 # by name: (function of a model, which raises; type of the error; argument that the message names)
@@ -325,20 +346,20 @@ INVALID_CALLS = {
     "output_attentions": (make_forward(output_attentions=True), ValueError, "output_attentions"),
     "unknown-keyword": (make_forward(foo=3), ValueError, "foo"),
     **{
-        f"mask-{'x'.join(map(str, shape))}": (
-            make_forward(attention_mask=torch.ones(shape)),
+        f"mask-{'x'.join(map(str, mask_shape))}": (
+            make_forward(attention_mask=torch.ones(mask_shape)),
             ValueError,
             "attention_mask",
         )
-        for shape in [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
+        for mask_shape in [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
     },
     **{
-        f"padding-{rows}x{length}": (
-            make_padded_forward(rows, length),
+        f"padding-{num_rows}x{length}": (
+            make_padded_forward(num_rows, length),
             ValueError,
             "attention_mask",
         )
-        for rows, length in [(3, 40), (1, 40), (2, 50), (2, 30)]
+        for num_rows, length in [(3, 40), (1, 40), (2, 50), (2, 30)]
     },
     "vmap-over-mask": (call_under_vmap, NotImplementedError, "attention_mask"),
     "dropout": (make_training_step(attention_dropout=0.1), ValueError, "dropout"),
@@ -348,8 +369,12 @@ INVALID_CALLS = {
     "empty-layer": (make_decode_after_crop(200), ValueError, "key"),
     "engine": (make_apply_cab(engine="warp"), ValueError, "engine"),
     "unknown-field": (make_apply_cab(top_pp=0.5), ValueError, "top_pp"),
-    "predictor": (make_apply_cab(SMALL, predictor="none"), ValueError, "predictor"),
-    "dense_layers": (make_apply_cab(SMALL, dense_layers=(3,)), ValueError, "dense_layers"),
+    "predictor": (make_apply_cab(SMALL_BLOCKS_CONFIG, predictor="none"), ValueError, "predictor"),
+    "dense_layers": (
+        make_apply_cab(SMALL_BLOCKS_CONFIG, dense_layers=(3,)),
+        ValueError,
+        "dense_layers",
+    ),
     "dtype": (make_attention_call(query=EIGHT_QUERIES.to(torch.complex64)), ValueError, "query"),
     "not-causal": (make_attention_call(is_causal=False), ValueError, "is_causal"),
     "keys": (make_attention_call(key=EIGHT_QUERIES[:, :, :4]), ValueError, "key"),
@@ -379,11 +404,11 @@ INVALID_CALLS = {
 
 
 @pytest.mark.parametrize(
-    ("call_model", "error_type", "argument"), INVALID_CALLS.values(), ids=INVALID_CALLS
+    ("call_model", "error_type", "argument_name"), INVALID_CALLS.values(), ids=INVALID_CALLS
 )
-def test_refused_call_raises_and_names_argument(call_model, error_type, argument):
-    with pytest.raises(error_type, match=rf"\b{argument}\b"):
-        call_model(apply_cab(tiny_model(), FULL))
+def test_refused_call_raises_and_names_argument(call_model, error_type, argument_name):
+    with pytest.raises(error_type, match=rf"\b{argument_name}\b"):
+        call_model(apply_cab(tiny_model(), FULL_BUDGET_CONFIG))
 
 
 def test_config_lists_all_engines():
@@ -396,25 +421,25 @@ def test_window_as_wide_as_sequence_has_no_effect():
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
 @pytest.mark.parametrize(
-    "name",
+    "keyword",
     [*sorted(UNSUPPORTED_FEATURES), "softmax_scale", "cu_seq_lens_k", "temperature", "logits_mask"],
 )
-def test_unsupported_keyword_raises(name, attend):
+def test_unsupported_keyword_raises(keyword, attend):
     with pytest.raises(
-        (NotImplementedError, ValueError), match=f"^{name} must be None"
+        (NotImplementedError, ValueError), match=f"^{keyword} must be None"
     ) as error_info:
-        call_attention(EIGHT_QUERIES, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
+        call_attention(EIGHT_QUERIES, attend=attend, **{keyword: torch.ones(1, 1, 8, 8)})
     assert str(error_info.value).count(". ") <= 1
     # the value None is accepted
-    call_attention(EIGHT_QUERIES, attend=attend, **{name: None})
+    call_attention(EIGHT_QUERIES, attend=attend, **{keyword: None})
 
 
 def test_keywords_unrelated_to_attention_are_accepted():
     q = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
-    values = dict.fromkeys(IGNORED_KEYWORDS, torch.ones(1, 40)) | {
+    ignored_keywords = dict.fromkeys(IGNORED_KEYWORDS, torch.ones(1, 40)) | {
         "cu_seq_lens_q": torch.tensor([0, 40])
     }
-    assert torch.equal(call_attention(q, **values)[0], call_attention(q)[0])
+    assert torch.equal(call_attention(q, **ignored_keywords)[0], call_attention(q)[0])
 
 
 # keyword arguments without effect on attention: outputs of tokenizers, and columns of `Trainer`
@@ -427,25 +452,27 @@ HARMLESS_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", HARMLESS_ARGUMENTS)
+@pytest.mark.parametrize("argument_name", HARMLESS_ARGUMENTS)
 @torch.no_grad()
-def test_tokenizer_outputs_and_trainer_columns_do_not_change_logits(model, name):
+def test_tokenizer_outputs_and_trainer_columns_do_not_change_logits(model, argument_name):
     ids = tokens(1, 40)
-    actual = model(ids, **{name: HARMLESS_ARGUMENTS[name]}).logits
+    actual = model(ids, **{argument_name: HARMLESS_ARGUMENTS[argument_name]}).logits
     assert torch.equal(actual, model(ids).logits)
 
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
 def test_window_applies_without_mask(attend):
     q = torch.randn(1, 1, 60, 16, generator=torch.Generator().manual_seed(0))
-    index = torch.arange(60)
-    is_visible = (index <= index[:, None]) & (index > index[:, None] - 7)
+    token_indices = torch.arange(60)
+    is_visible = (token_indices <= token_indices[:, None]) & (
+        token_indices > token_indices[:, None] - 7
+    )
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=is_visible).transpose(1, 2)
     torch.testing.assert_close(call_attention(q, attend=attend, sliding_window=7)[0], expected)
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "sentence"),
+    ("class_prefix", "model_fields", "error_pattern"),
     [
         pytest.param(
             "MiniMaxM3VL",
@@ -465,19 +492,19 @@ def test_window_applies_without_mask(attend):
         ),
     ],
 )
-def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
-    fields = {**SIZES, **fields}
-    config_class = getattr(transformers, fields.pop("config", f"{name}Config"))
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**fields)).eval()
+def test_model_known_unsupported_only_at_call_raises(class_prefix, model_fields, error_pattern):
+    model_fields = {**MODEL_SIZES, **model_fields}
+    config_class = getattr(transformers, model_fields.pop("config", f"{class_prefix}Config"))
+    model = getattr(transformers, f"{class_prefix}ForCausalLM")(config_class(**model_fields)).eval()
     model.set_attn_implementation("cab")
-    with pytest.raises(NotImplementedError, match=sentence):
+    with pytest.raises(NotImplementedError, match=error_pattern):
         model(tokens(1, 40))
     # `describe` also reports that the layer raises an error
     assert ": refused, " in cab_hf.describe(model, tokens=40)
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "other_implementation"),
+    ("class_prefix", "model_fields", "other_implementation"),
     [
         pytest.param("FalconForCausalLM", {}, "sdpa", id="falcon"),
         pytest.param("GPTNeoForCausalLM", {}, "eager", id="gpt-neo"),
@@ -492,15 +519,15 @@ def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_model_without_attention_interface_raises_at_load(
-    name, fields, other_implementation, implementation
+    class_prefix, model_fields, other_implementation, implementation
 ):
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(**fields)
+    model_class = getattr(transformers, class_prefix)
+    config = model_class.config_class(**model_fields)
     config._attn_implementation = implementation
     with (
         torch.device("meta"),
         pytest.raises(
-            ValueError, match=f"^{name} computes no attention .* '{other_implementation}'"
+            ValueError, match=f"^{class_prefix} computes no attention .* '{other_implementation}'"
         ),
     ):
         model_class(config)
@@ -517,12 +544,12 @@ def test_model_without_attention_interface_raises_at_apply_cab():
 def test_model_with_unreadable_source_is_accepted(monkeypatch):
     """Accept models whose source code is not available, such as classes in a notebook."""
 
-    class Own(LlamaForCausalLM):
+    class UserLlama(LlamaForCausalLM):
         pass
 
     config = tiny_model().config
     config._attn_implementation = "cab"
-    Own(config)
+    UserLlama(config)
     monkeypatch.setattr(inspect, "getsource", lambda module: "class Attention(nn.Module):")
 
     class Unreachable(LlamaForCausalLM):
@@ -554,13 +581,13 @@ def test_vision_language_model_error_names_language_model_setting():
         ):
             model(**inputs)
         model.set_attn_implementation({"": "sdpa", "text_config": "cab", "vision_config": "sdpa"})
-        model.config.get_text_config().cab_config = FULL
+        model.config.get_text_config().cab_config = FULL_BUDGET_CONFIG
         torch.testing.assert_close(model(**inputs).logits, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_settings_outside_of_language_model_raise():
     config = tiny_llava().config
-    config.cab_config = FULL
+    config.cab_config = FULL_BUDGET_CONFIG
     transformers.LlavaForConditionalGeneration(config)
     config._attn_implementation = {"text_config": "cab"}
     with pytest.raises(ValueError, match="cab_config is set on LlavaConfig"):

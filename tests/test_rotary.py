@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_model, tokens
 from torch import nn
 from transformers import (
     CohereConfig,
@@ -26,7 +26,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 import cab_hf
 from cab_hf.hf.rotary import slow_channels
 
-SIZES = {
+MODEL_SIZES = {
     "vocab_size": 64,
     "hidden_size": 128,
     "intermediate_size": 64,
@@ -44,18 +44,20 @@ INTERLEAVED_CHANNELS = tuple(range(32, 64))
 def find_attention(model):
     """Return the first attention layer of a model."""
     return next(
-        module for name, module in model.named_modules() if name.endswith(("attn", "attention"))
+        module
+        for module_name, module in model.named_modules()
+        if module_name.endswith(("attn", "attention"))
     )
 
 
-def make_model(config_class, model_class, **fields):
-    """Return a random model with the config fields `SIZES` and ``fields``."""
+def make_model(config_class, model_class, **config_fields):
+    """Return a random model with the config fields `MODEL_SIZES` and ``config_fields``."""
     torch.manual_seed(0)
-    return model_class(config_class(**{**SIZES, **fields})).eval()
+    return model_class(config_class(**{**MODEL_SIZES, **config_fields})).eval()
 
 
 @pytest.mark.parametrize(
-    ("channels", "build_model"),
+    ("slowest_channels", "build_model"),
     [
         *(
             pytest.param(HALF_SPLIT_CHANNELS, partial(tiny_model, family, head_dim=64), id=family)
@@ -71,19 +73,23 @@ def make_model(config_class, model_class, **fields):
         ),
     ],
 )
-def test_slow_channels_are_those_with_lowest_measured_rotation(channels, build_model):
+def test_slow_channels_are_those_with_lowest_measured_rotation(slowest_channels, build_model):
     """Compare `slow_channels` with the channels that change least from position 0 to 1."""
     model = build_model()
-    assert slow_channels(find_attention(model), 64) == channels
-    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+    assert slow_channels(find_attention(model), 64) == slowest_channels
+    rotary_embedding = next(
+        module
+        for module_name, module in model.named_modules()
+        if module_name.endswith("rotary_emb")
+    )
     ones = torch.ones(1, 1, 2, 64)
-    cos, sin = rotary(ones, torch.arange(2)[None])
-    rotate = sys.modules[type(find_attention(model)).__module__].apply_rotary_pos_emb
-    rotated, _ = rotate(ones, ones, cos, sin)
-    channel_changes = (rotated[0, 0, 1] - rotated[0, 0, 0]).abs()
+    cos, sin = rotary_embedding(ones, torch.arange(2)[None])
+    apply_rotation = sys.modules[type(find_attention(model)).__module__].apply_rotary_pos_emb
+    rotated_ones, _ = apply_rotation(ones, ones, cos, sin)
+    channel_changes = (rotated_ones[0, 0, 1] - rotated_ones[0, 0, 0]).abs()
     assert (
-        channel_changes[list(channels)].max()
-        < channel_changes[[*set(range(64)) - set(channels)]].min()
+        channel_changes[list(slowest_channels)].max()
+        < channel_changes[[*set(range(64)) - set(slowest_channels)]].min()
     )
 
 
@@ -107,7 +113,7 @@ def test_no_rotation_keeps_all_channels():
 
 
 @pytest.mark.parametrize(
-    ("fields", "channels"),
+    ("config_fields", "slow_channel_indices"),
     [
         pytest.param({}, HALF_SPLIT_CHANNELS, id="plain"),
         pytest.param({"partial_rotary_factor": 0.5}, (), id="half-of-channels"),
@@ -121,12 +127,12 @@ def test_no_rotation_keeps_all_channels():
         ),
     ],
 )
-def test_slow_channels_of_config_variants(fields, channels):
-    module = find_attention(tiny_model(head_dim=64))
-    for name, value in fields.items():
-        setattr(module.config, name, value)
-    assert isinstance(module, LlamaAttention)
-    assert slow_channels(module, 64) == channels
+def test_slow_channels_of_config_variants(config_fields, slow_channel_indices):
+    attention_layer = find_attention(tiny_model(head_dim=64))
+    for field_name, field_value in config_fields.items():
+        setattr(attention_layer.config, field_name, field_value)
+    assert isinstance(attention_layer, LlamaAttention)
+    assert slow_channels(attention_layer, 64) == slow_channel_indices
 
 
 @pytest.mark.parametrize(
@@ -139,35 +145,41 @@ def test_large_heads_score_half_of_the_channels(head_dim, num_channels):
 def test_layers_without_rotation_keep_all_channels():
     """Check SmolLM3, in which every fourth layer has no RoPE."""
     model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
-    layers = [module for module in model.modules() if isinstance(module, SmolLM3Attention)]
-    assert [slow_channels(layer, 64) for layer in layers] == [HALF_SPLIT_CHANNELS] * 3 + [()]
+    attention_layers = [
+        module for module in model.modules() if isinstance(module, SmolLM3Attention)
+    ]
+    assert [slow_channels(layer, 64) for layer in attention_layers] == [HALF_SPLIT_CHANNELS] * 3 + [
+        ()
+    ]
 
 
-@pytest.mark.parametrize("family", ["Cohere2", "Exaone4"])
-def test_unrotated_full_attention_layers_keep_all_channels(family):
+@pytest.mark.parametrize("class_prefix", ["Cohere2", "Exaone4"])
+def test_unrotated_full_attention_layers_keep_all_channels(class_prefix):
     layer_types = ["sliding_attention", "full_attention"]
-    config_class = getattr(transformers, f"{family}Config")
-    fields = {"num_hidden_layers": 2, "layer_types": layer_types, "sliding_window": 16}
-    model = make_model(config_class, getattr(transformers, f"{family}ForCausalLM"), **fields)
-    layers = [
+    config_class = getattr(transformers, f"{class_prefix}Config")
+    config_fields = {"num_hidden_layers": 2, "layer_types": layer_types, "sliding_window": 16}
+    model = make_model(
+        config_class, getattr(transformers, f"{class_prefix}ForCausalLM"), **config_fields
+    )
+    attention_layers = [
         module
         for module in model.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "q_proj")
     ]
-    assert [bool(slow_channels(layer, 64)) for layer in layers] == [True, False]
+    assert [bool(slow_channels(layer, 64)) for layer in attention_layers] == [True, False]
 
 
 def test_prefill_scores_slow_channels(monkeypatch):
     scored_channels = []
-    original_encode = cab_hf.predictors.RowsPredictor.encode_keys
+    original_encode_keys = cab_hf.predictors.RowsPredictor.encode_keys
 
     def record_and_encode(self, k, valid=None, channels=()):
         scored_channels.append(channels)
-        return original_encode(self, k, valid, channels)
+        return original_encode_keys(self, k, valid, channels)
 
     monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", record_and_encode)
     model = tiny_model(head_dim=64)
-    with cab_hf.cab(model, SPARSE), torch.no_grad():
+    with cab_hf.cab(model, SPARSE_CONFIG), torch.no_grad():
         model(tokens(1, 100))
     assert scored_channels == [HALF_SPLIT_CHANNELS] * 3
 
@@ -175,9 +187,9 @@ def test_prefill_scores_slow_channels(monkeypatch):
 @pytest.mark.slow
 def test_slow_channels_compile_without_graph_break():
     model, ids = tiny_model(head_dim=64, num_hidden_layers=1), tokens(1, 150)
-    with cab_hf.cab(model, SPARSE), torch.no_grad():
+    with cab_hf.cab(model, SPARSE_CONFIG), torch.no_grad():
         expected = model(ids).logits
         torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled_model = torch.compile(model, fullgraph=True, backend="aot_eager")
         for _ in range(2):
-            torch.testing.assert_close(compiled(ids).logits, expected, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(compiled_model(ids).logits, expected, atol=2e-5, rtol=1e-4)

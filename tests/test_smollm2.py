@@ -8,19 +8,19 @@ from cab_hf import CabConfig
 from cab_hf.eval.haystack import Haystack
 from cab_hf.experiment.models import load_model
 
-FULL_CONFIG = CabConfig(mass_threshold=0.0, min_length=0)
+FULL_BUDGET_CONFIG = CabConfig(mass_threshold=0.0, min_length=0)
 
 
-def measure_largest_difference(device, length, engine):
-    """Return max |logits of sdpa - logits of "cab" at full budget| for a prompt of ``length``."""
+def measure_largest_difference(device, prompt_length, engine):
+    """Return max |logits of sdpa - logits of "cab" at full budget| for one prompt."""
     model, tokenizer = load_model("smollm2", device, "float32")
-    prompt = Haystack(tokenizer, "noise", 1, None).prompt(length, 0.5, 0, seed=0)
+    prompt = Haystack(tokenizer, "noise", 1, None).make_prompt(prompt_length, 0.5, 0, seed=0)
     ids = torch.tensor([prompt.tokens], device=device)
     with torch.no_grad():
         expected = model(ids).logits
-        with cab_hf.cab(model, FULL_CONFIG, engine=engine):
+        with cab_hf.cab(model, FULL_BUDGET_CONFIG, engine=engine):
             actual = model(ids).logits
-            assert all(row["density"] == 1 for row in cab_hf.stats(model))
+            assert all(layer_stats["density"] == 1 for layer_stats in cab_hf.stats(model))
     return (actual - expected).abs().max().item()
 
 

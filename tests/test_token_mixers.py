@@ -3,7 +3,7 @@
 import pytest
 import torch
 from launches import SHORT_RUN_OPTIONS
-from tiny_types import FIRST_TOKEN, tiny_model
+from tiny_types import FIRST_REGULAR_TOKEN, tiny_model
 from words import make_tokenizer
 
 import cab_hf
@@ -33,13 +33,13 @@ ATTENTION_ONLY_TYPES = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 
 @pytest.mark.parametrize("model_type", MIXER_CLASSES)
 def test_other_token_mixers_raise_under_context_parallel(model_type, single_process_group):
     model = cab_hf.apply_cab(tiny_model(model_type), min_length=0)
-    sentence = (
+    error_pattern = (
         rf"mix tokens without attention \({MIXER_CLASSES[model_type]}.*\); inside context_parallel"
     )
-    with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
+    with pytest.raises(NotImplementedError, match=error_pattern), cab_hf.context_parallel(model):
         pass
     # after the error, the model works outside of the block
-    model(torch.full((1, 8), FIRST_TOKEN))
+    model(torch.full((1, 8), FIRST_REGULAR_TOKEN))
 
 
 @pytest.mark.parametrize("model_type", ATTENTION_ONLY_TYPES.split())
@@ -48,16 +48,27 @@ def test_attention_layers_are_not_token_mixers(model_type):
 
 
 def test_hybrid_with_attention_layers_only_has_no_token_mixers():
-    fields = {"layer_types": ["full_attention"] * 4}
-    assert list(token_mixers(tiny_model("granitemoehybrid", **fields))) == []
+    config_fields = {"layer_types": ["full_attention"] * 4}
+    assert list(token_mixers(tiny_model("granitemoehybrid", **config_fields))) == []
 
 
-@pytest.mark.parametrize("attention", ["cab", "sdpa"])
-@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["train", "dry-run"])
-def test_packed_training_raises_for_other_token_mixers(attention, options, tmp_path, capsys):
+@pytest.mark.parametrize("implementation", ["cab", "sdpa"])
+@pytest.mark.parametrize("run_options", [[], ["--dry-run"]], ids=["train", "dry-run"])
+def test_packed_training_raises_for_other_token_mixers(
+    implementation, run_options, tmp_path, capsys
+):
     tiny_model("bamba").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    words = [*SHORT_RUN_OPTIONS, "--model", str(tmp_path), "--attention", attention, *options]
-    assert lora.main([*words, "--out", str(tmp_path / "out")]) == 2
-    sentence = "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); such"
-    assert sentence in capsys.readouterr().err
+    arguments = [
+        *SHORT_RUN_OPTIONS,
+        "--model",
+        str(tmp_path),
+        "--attention",
+        implementation,
+        *run_options,
+    ]
+    assert lora.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    error_message = (
+        "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); such"
+    )
+    assert error_message in capsys.readouterr().err

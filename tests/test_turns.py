@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import mark_slow_except
-from tiny import FULL, SPARSE, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import cab_hf
 from cab_hf.call import scope
 
-DOCUMENT_LENGTH, QUESTION_LENGTH = 256, 96
+DOCUMENT_TOKENS, QUESTION_TOKENS = 256, 96
 TURN_LENGTHS = (130, 40, 1, 77, 52)  # tokens of five turns
 
 
@@ -39,66 +39,68 @@ def compute_prefill_logits(model, sequences):
 @pytest.mark.parametrize("budget", ["full", "sparse"])
 def test_document_cache_serves_several_questions(cache_kind, budget):
     """Ask questions after a cached document: on a copy of the cache, or cropping it afterwards."""
-    config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
+    config = {"full": FULL_BUDGET_CONFIG, "sparse": replace(SPARSE_CONFIG, dense_tail_blocks=0)}[
+        budget
+    ]
     model = cab_hf.apply_cab(tiny_model(), config)
-    document, cache = tokens(1, DOCUMENT_LENGTH), make_cache(model, cache_kind)
+    document, cache = tokens(1, DOCUMENT_TOKENS), make_cache(model, cache_kind)
     append_tokens(model, document, cache)
     for seed in (2, 3):
-        question = tokens(1, QUESTION_LENGTH, seed=seed)
+        question = tokens(1, QUESTION_TOKENS, seed=seed)
         if cache_kind == "cropped":
             answer_logits = append_tokens(model, question, cache)
-            cache.crop(-QUESTION_LENGTH)
+            cache.crop(-QUESTION_TOKENS)
         else:
             answer_logits = append_tokens(model, question, copy.deepcopy(cache))
-        expected = compute_prefill_logits(model, [document, question])[:, DOCUMENT_LENGTH:]
+        expected = compute_prefill_logits(model, [document, question])[:, DOCUMENT_TOKENS:]
         torch.testing.assert_close(answer_logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 def test_chat_turns_equal_one_sequence_at_full_budget(cache_kind):
-    model = cab_hf.apply_cab(tiny_model(), FULL)
-    turns = [tokens(1, length, seed=length) for length in TURN_LENGTHS]
+    model = cab_hf.apply_cab(tiny_model(), FULL_BUDGET_CONFIG)
+    turn_ids = [tokens(1, turn_length, seed=turn_length) for turn_length in TURN_LENGTHS]
     cache = make_cache(model, cache_kind)
-    turn_logits = torch.cat([append_tokens(model, turn, cache) for turn in turns], dim=1)
+    turn_logits = torch.cat([append_tokens(model, ids, cache) for ids in turn_ids], dim=1)
     torch.testing.assert_close(
-        turn_logits, compute_prefill_logits(model, turns), rtol=1e-4, atol=1e-4
+        turn_logits, compute_prefill_logits(model, turn_ids), rtol=1e-4, atol=1e-4
     )
 
 
-@pytest.mark.parametrize("padding", [0, 40])
-def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
-    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+@pytest.mark.parametrize("num_padding_tokens", [0, 40])
+def test_chunked_generate_selects_same_blocks_as_one_prefill(num_padding_tokens):
+    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
     ids = tokens(2, 352)
     mask = torch.ones_like(ids)
     # with this left padding, chunks end inside query blocks of row 0, which start after the padding
-    mask[0, :padding] = 0
+    mask[0, :num_padding_tokens] = 0
 
     def generate_scores(**options):
-        fixed_options = {
+        common_options = {
             "max_new_tokens": 4,
             "return_dict_in_generate": True,
             "output_scores": True,
         }
-        result = model.generate(
-            ids, attention_mask=mask, do_sample=False, **fixed_options, **options
+        output = model.generate(
+            ids, attention_mask=mask, do_sample=False, **common_options, **options
         )
-        return torch.stack(result.scores, dim=1)
+        return torch.stack(output.scores, dim=1)
 
     expected, actual = generate_scores(), generate_scores(prefill_chunk_size=96)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
-    if padding == 0:
+    if num_padding_tokens == 0:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_only_calls_prepared_by_generate_have_a_prompt():
     model, other_model = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
-    config, ids, prompts = model.config, tokens(1, 8), []
+    config, ids, recorded_prompts = model.config, tokens(1, 8), []
     handle = model.model.register_forward_hook(
-        lambda *_: prompts.append(
+        lambda *_: recorded_prompts.append(
             [scope.current_prompt(1, x.config, None) for x in (model, other_model)]
         )
     )
-    prompt = scope.Prompt(300, lengths=(300,))
+    prompt = scope.Prompt(300, row_lengths=(300,))
     with scope.set_generation(model):
         generation = scope.FORWARD_CONTEXT.get().generation
         generation.begin(prompt, is_compiled=False)
@@ -114,48 +116,50 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
             model(ids)
     handle.remove()
     no_prompts = [None, None]
-    assert prompts == [no_prompts, [prompt, None], no_prompts, no_prompts]
+    assert recorded_prompts == [no_prompts, [prompt, None], no_prompts, no_prompts]
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 # options of `generate`: greedy decoding, without end-of-sequence token
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY_OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def generate_logits(model, ids, num_steps=1, **options):
+def generate_logits(model, ids, num_steps=1, **generate_options):
     """Generate ``num_steps`` tokens, and return their logits [batch, steps, vocabulary]."""
-    fixed_options = {
+    common_options = {
         "return_dict_in_generate": True,
         "output_logits": True,
         "max_new_tokens": num_steps,
     }
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    result = model.generate(ids, attention_mask=mask, **GREEDY, **fixed_options, **options)
-    return torch.stack(result.logits, dim=1)
+    mask = generate_options.pop("attention_mask", torch.ones_like(ids))
+    output = model.generate(
+        ids, attention_mask=mask, **GREEDY_OPTIONS, **common_options, **generate_options
+    )
+    return torch.stack(output.logits, dim=1)
 
 
-def assert_chunks_equal_one_call(length, num_tail_blocks, chunk=64, **fields):
+def assert_chunks_equal_one_call(prompt_length, num_tail_blocks, chunk_tokens=64, **config_fields):
     """Assert that chunked prefill of a prompt gives the logits of one prefill.
 
     Args:
-        length: tokens of the prompt.
+        prompt_length: tokens of the prompt.
         num_tail_blocks: number of dense blocks at the end of the prompt.
-        chunk: tokens per chunk.
-        fields: fields of CabConfig.
+        chunk_tokens: tokens per chunk.
+        config_fields: fields of CabConfig.
     """
     config, ids = (
-        replace(SPARSE, dense_tail_blocks=num_tail_blocks, **fields),
-        tokens(1, length, seed=length),
+        replace(SPARSE_CONFIG, dense_tail_blocks=num_tail_blocks, **config_fields),
+        tokens(1, prompt_length, seed=prompt_length),
     )
 
-    def generate_last_logits(threshold, **options):
-        model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=threshold))
-        return generate_logits(model, ids, **options)
+    def generate_last_logits(mass_threshold, **generate_options):
+        model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=mass_threshold))
+        return generate_logits(model, ids, **generate_options)
 
     # rounding may move a block's mass across the threshold: then try a slightly larger threshold
-    for threshold in (config.mass_threshold, config.mass_threshold * (1 + 1e-5)):
-        expected = generate_last_logits(threshold)
-        actual = generate_last_logits(threshold, prefill_chunk_size=chunk)
+    for mass_threshold in (config.mass_threshold, config.mass_threshold * (1 + 1e-5)):
+        expected = generate_last_logits(mass_threshold)
+        actual = generate_last_logits(mass_threshold, prefill_chunk_size=chunk_tokens)
         if torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
             return
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -163,7 +167,7 @@ def assert_chunks_equal_one_call(length, num_tail_blocks, chunk=64, **fields):
 
 @pytest.mark.parametrize("num_tail_blocks", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("length", "chunk"),
+    ("prompt_length", "chunk_tokens"),
     [
         pytest.param(200, 64, id="tail-in-two-chunks"),
         pytest.param(129, 64, id="last-chunk-of-one-token"),
@@ -173,9 +177,9 @@ def assert_chunks_equal_one_call(length, num_tail_blocks, chunk=64, **fields):
     ],
 )
 def test_chunks_of_whole_query_blocks_select_same_blocks_as_one_call(
-    length, chunk, num_tail_blocks
+    prompt_length, chunk_tokens, num_tail_blocks
 ):
-    assert_chunks_equal_one_call(length, num_tail_blocks, chunk)
+    assert_chunks_equal_one_call(prompt_length, num_tail_blocks, chunk_tokens)
 
 
 def test_min_length_counts_the_whole_chunked_prompt():
@@ -185,14 +189,16 @@ def test_min_length_counts_the_whole_chunked_prompt():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tail_blocks", [1, 2])
 def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(num_tail_blocks):
-    for length in range(1, 601):
-        assert_chunks_equal_one_call(length, num_tail_blocks)
+    for prompt_length in range(1, 601):
+        assert_chunks_equal_one_call(prompt_length, num_tail_blocks)
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
     # a chunk of 50 tokens ends inside a query block; the outputs after the chunk must equal those
     # of a single call with all tokens
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
+    model = cab_hf.apply_cab(
+        tiny_model(num_hidden_layers=1), replace(SPARSE_CONFIG, dense_tail_blocks=0)
+    )
     ids, cache = tokens(1, 256), make_cache(model, "dynamic")
     append_tokens(model, ids[:, :50], cache)
     actual = append_tokens(model, ids[:, 50:], cache)
@@ -201,7 +207,9 @@ def test_query_blocks_start_at_first_token_of_sequence():
 
 
 def test_query_blocks_of_padded_rows_start_at_first_real_token():
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
+    model = cab_hf.apply_cab(
+        tiny_model(num_hidden_layers=1), replace(SPARSE_CONFIG, dense_tail_blocks=0)
+    )
     ids, cache, mask = tokens(2, 256), make_cache(model, "dynamic"), torch.ones(2, 256).long()
     mask[0, :45] = 0
     with torch.no_grad():
@@ -218,11 +226,11 @@ def test_query_blocks_of_padded_rows_start_at_first_real_token():
     torch.testing.assert_close(actual[1:], unpadded_row_logits[:, 64:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_chunked_rows_have_separate_prompt_ends(padding):
-    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_chunked_rows_have_separate_prompt_ends(padding_side):
+    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
     long_ids, short_ids = tokens(1, 224), tokens(1, 160, seed=2)
-    short_slice = slice(64, 224) if padding == "left" else slice(0, 160)
+    short_slice = slice(64, 224) if padding_side == "left" else slice(0, 160)
     ids, mask = torch.cat([long_ids, torch.zeros_like(long_ids)]), torch.zeros(2, 224).long()
     ids[1, short_slice], mask[0], mask[1, short_slice] = short_ids, 1, 1
     actual = generate_logits(model, ids, attention_mask=mask, prefill_chunk_size=64)
@@ -231,7 +239,7 @@ def test_chunked_rows_have_separate_prompt_ends(padding):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "generate_options",
     [
         pytest.param({}, id="dynamic-cache"),
         pytest.param(
@@ -240,9 +248,9 @@ def test_chunked_rows_have_separate_prompt_ends(padding):
         pytest.param({"num_beams": 2}, id="beams"),
     ],
 )
-def test_short_right_padded_row_is_dense_in_chunks(options):
-    fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
+def test_short_right_padded_row_is_dense_in_chunks(generate_options):
+    config_fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, **config_fields))
     short_ids, ids, mask, chunk_logits = (
         tokens(1, 190),
         tokens(2, 400),
@@ -254,36 +262,42 @@ def test_short_right_padded_row_is_dense_in_chunks(options):
     handle = model.lm_head.register_forward_hook(
         lambda module, args, output: chunk_logits.append(output)
     )
-    options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **options}
-    generate_logits(model, ids, attention_mask=mask, **options)
+    generate_options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **generate_options}
+    generate_logits(model, ids, attention_mask=mask, **generate_options)
     handle.remove()
     actual = torch.cat(chunk_logits, 1)[:1, :190]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 300}
+CALIBRATION_ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 300}
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "config_fields",
     [
         pytest.param({"dense_layers": (3,)}, id="dense-layers"),
         pytest.param({"predictor": "cascade", "anchors": (0, 2)}, id="cascade"),
-        pytest.param({"origin": ORIGIN}, id="calibrated"),
+        pytest.param({"origin": CALIBRATION_ORIGIN}, id="calibrated"),
         pytest.param({"dense_layers": (3,), "sparse_decode": True}, id="sparse-steps"),
     ],
 )
-def test_early_exit_drafts_do_not_change_tokens(fields):
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), replace(SPARSE, **fields))
+def test_early_exit_drafts_do_not_change_tokens(config_fields):
+    model = cab_hf.apply_cab(
+        tiny_model(num_hidden_layers=4), replace(SPARSE_CONFIG, **config_fields)
+    )
     ids = tokens(1, 200)
-    generation_options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
+    generation_options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 4,
+        **GREEDY_OPTIONS,
+    }
     expected = model.generate(ids, **generation_options)
     assert torch.equal(model.generate(ids, assistant_early_exit=2, **generation_options), expected)
     assert model.config.num_hidden_layers == 4
 
 
 def test_failed_draft_restores_the_model():
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), SPARSE)
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), SPARSE_CONFIG)
 
     def raise_interrupt(*_):
         raise KeyboardInterrupt
@@ -295,38 +309,43 @@ def test_failed_draft_restores_the_model():
     assert model.config.num_hidden_layers == 4
 
 
-@pytest.mark.parametrize("budget", ["dense-steps", "sparse-steps"])
-def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
-    fields = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
-    assert_chunks_equal_one_call(641, 1, 128, **fields)
+@pytest.mark.parametrize("step_kind", ["dense-steps", "sparse-steps"])
+def test_last_chunk_of_one_token_is_not_a_decode_step(step_kind):
+    config_fields = (
+        {"sparse_decode": True, "decode_tokens": 128} if step_kind == "sparse-steps" else {}
+    )
+    assert_chunks_equal_one_call(641, 1, 128, **config_fields)
 
 
-def make_repeated_prompt(length, seed):
+def make_repeated_prompt(prompt_length, seed):
     """Return a prompt that repeats its tokens, so that prompt lookup decoding finds drafts."""
-    return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
+    return tokens(1, max(8, prompt_length // 4), seed=seed).repeat(1, 5)[:, :prompt_length]
 
 
-def count_changed_answers(num_prompts, **fields):
+def count_changed_answers(num_prompts, **config_fields):
     """Generate for prompts with and without drafts; return the number of different answers.
 
     Drafts are made by prompt lookup, and by an assistant model.
     """
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
-    assistant = tiny_model(num_hidden_layers=1)
-    num_changed = 0
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, **config_fields))
+    assistant_model = tiny_model(num_hidden_layers=1)
+    num_changed_answers = 0
     for seed in range(num_prompts):
         ids = make_repeated_prompt(150 + 7 * seed % 400, seed)
         generation_options = {
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": 12,
-            **GREEDY,
+            **GREEDY_OPTIONS,
         }
         expected = model.generate(ids, **generation_options)
-        for draft_options in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant}):
-            num_changed += not torch.equal(
+        for draft_options in (
+            {"prompt_lookup_num_tokens": 5},
+            {"assistant_model": assistant_model},
+        ):
+            num_changed_answers += not torch.equal(
                 model.generate(ids, **generation_options, **draft_options), expected
             )
-    return num_changed
+    return num_changed_answers
 
 
 DECODE_FIELDS = [
@@ -336,14 +355,14 @@ DECODE_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("fields", DECODE_FIELDS)
+@pytest.mark.parametrize("config_fields", DECODE_FIELDS)
 @pytest.mark.parametrize("num_prompts", mark_slow_except([6, 200], 0))
-def test_drafts_do_not_change_tokens(num_prompts, fields):
-    assert count_changed_answers(num_prompts, **fields) == 0
+def test_drafts_do_not_change_tokens(num_prompts, config_fields):
+    assert count_changed_answers(num_prompts, **config_fields) == 0
 
 
 @pytest.mark.parametrize(
-    "options",
+    "generate_options",
     [
         pytest.param({"use_cache": False}, id="without-a-cache"),
         pytest.param({"num_beams": 2}, id="beams"),
@@ -351,40 +370,40 @@ def test_drafts_do_not_change_tokens(num_prompts, fields):
         pytest.param({"cache_implementation": "static", "prefill_chunk_size": 64}, id="both"),
     ],
 )
-def test_answer_is_dense_in_every_call_pattern(options):
-    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
-    expected = generate_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
-    actual = generate_logits(model, ids, 4, **{**options, "disable_compile": True})
+def test_answer_is_dense_in_every_call_pattern(generate_options):
+    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG), tokens(1, 200)
+    expected = generate_logits(model, ids, 4, **{"num_beams": generate_options.get("num_beams", 1)})
+    actual = generate_logits(model, ids, 4, **{**generate_options, "disable_compile": True})
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 class Streamer:
-    """Streamer for `generate` that calls ``call`` when a token is generated."""
+    """Streamer for `generate` that calls ``callback`` when a token is generated."""
 
-    def __init__(self, call):
-        self._call = call
+    def __init__(self, callback):
+        self._callback = callback
 
     def put(self, value):
-        self._call()
+        self._callback()
 
     def end(self):
         pass
 
 
-def options_with_call(callback_kind, call):
-    """Return options of `generate` with a callback that runs ``call`` at every step."""
+def make_callback_options(callback_kind, callback):
+    """Return options of `generate` with a callback that runs ``callback`` at every step."""
     if callback_kind == "processor":
-        return {"logits_processor": [lambda _, scores: (call(), scores)[1]]}
+        return {"logits_processor": [lambda _, scores: (callback(), scores)[1]]}
     if callback_kind == "criterion":
         criterion = torch.zeros(1, dtype=torch.bool)
-        return {"stopping_criteria": [lambda *_, **__: (call(), criterion)[1]]}
+        return {"stopping_criteria": [lambda *_, **__: (callback(), criterion)[1]]}
     if callback_kind == "prefix":
-        return {"prefix_allowed_tokens_fn": lambda *_: (call(), list(range(64)))[1]}
-    return {"streamer": Streamer(call)}
+        return {"prefix_allowed_tokens_fn": lambda *_: (callback(), list(range(64)))[1]}
+    return {"streamer": Streamer(callback)}
 
 
 # by name: function that calls a model, from a callback inside `generate`
-NESTED_CALLS = {
+NESTED_CALL_FUNCTIONS = {
     "text": lambda model: compute_prefill_logits(model, [tokens(1, 200, seed=5)]),
     # this call has the same number of rows and tokens as the prompt of `generate`
     "alike": lambda model: compute_prefill_logits(model, [tokens(1, 300, seed=5)]),
@@ -405,7 +424,7 @@ DRAFT_OPTIONS, NO_CACHE_OPTIONS = {"prompt_lookup_num_tokens": 4}, {"use_cache":
 
 
 @pytest.mark.parametrize(
-    ("callback_kind", "called_model", "options"),
+    ("callback_kind", "called_model", "generate_options"),
     [
         pytest.param("processor", "same", {}, id="processor"),
         pytest.param("processor", "other", {}, id="processor-of-another-model"),
@@ -415,29 +434,45 @@ DRAFT_OPTIONS, NO_CACHE_OPTIONS = {"prompt_lookup_num_tokens": 4}, {"use_cache":
         pytest.param("streamer", "same", DRAFT_OPTIONS, id="streamer-with-drafts"),
     ],
 )
-def test_nested_model_call_inside_generate_has_no_prompt_end(callback_kind, called_model, options):
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=2), replace(SPARSE, min_length=210))
+def test_nested_model_call_inside_generate_has_no_prompt_end(
+    callback_kind, called_model, generate_options
+):
+    model = cab_hf.apply_cab(
+        tiny_model(num_hidden_layers=2), replace(SPARSE_CONFIG, min_length=210)
+    )
     ids = tokens(1, 300)
-    is_same = called_model == "same"
-    nested_model = model if is_same else cab_hf.apply_cab(copy.deepcopy(model))
-    expected_nested = {name: call(nested_model) for name, call in NESTED_CALLS.items()}
-    expected, nested_logits = generate_logits(model, ids, 2, **options), []
+    is_same_model = called_model == "same"
+    nested_model = model if is_same_model else cab_hf.apply_cab(copy.deepcopy(model))
+    expected_nested = {
+        call_name: nested_call(nested_model)
+        for call_name, nested_call in NESTED_CALL_FUNCTIONS.items()
+    }
+    expected, nested_logits = generate_logits(model, ids, 2, **generate_options), []
 
-    def call_nested():
-        nested_logits.append({name: call(nested_model) for name, call in NESTED_CALLS.items()})
+    def record_nested_logits():
+        nested_logits.append(
+            {
+                call_name: nested_call(nested_model)
+                for call_name, nested_call in NESTED_CALL_FUNCTIONS.items()
+            }
+        )
 
     actual = generate_logits(
-        model, ids, 2, **options, **options_with_call(callback_kind, call_nested)
+        model,
+        ids,
+        2,
+        **generate_options,
+        **make_callback_options(callback_kind, record_nested_logits),
     )
     torch.testing.assert_close(nested_logits[-1], expected_nested)
     torch.testing.assert_close(actual, expected)
 
 
 def test_nested_model_call_inside_forward_has_no_prompt_end():
-    model, nested_model = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
-    expected, nested_logits = NESTED_CALLS["text"](nested_model), []
+    model, nested_model = (cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG) for _ in range(2))
+    expected, nested_logits = NESTED_CALL_FUNCTIONS["text"](nested_model), []
     handle = model.model.layers[0].register_forward_hook(
-        lambda *_: nested_logits.append(NESTED_CALLS["text"](nested_model))
+        lambda *_: nested_logits.append(NESTED_CALL_FUNCTIONS["text"](nested_model))
     )
     generate_logits(model, tokens(1, 300))
     handle.remove()
@@ -445,7 +480,7 @@ def test_nested_model_call_inside_forward_has_no_prompt_end():
 
 
 def test_repeated_generate_does_not_recompile():
-    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SPARSE), tokens(1, 100)
+    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SPARSE_CONFIG), tokens(1, 100)
     graphs = []
 
     def record_graph(graph, _):
@@ -455,13 +490,13 @@ def test_repeated_generate_does_not_recompile():
     torch._dynamo.reset()
     model.compile(backend=record_graph, dynamic=True)
     generate_logits(model, ids, 3)
-    num_compiled = len(graphs)
+    num_compiled_graphs = len(graphs)
     generate_logits(model, ids, 3)
-    assert len(graphs) == num_compiled > 0
+    assert len(graphs) == num_compiled_graphs > 0
 
 
 @pytest.mark.parametrize(
-    ("prompt_kind", "options"),
+    ("prompt_kind", "generate_options"),
     [
         ("prompt", {}),
         ("prompt", NO_CACHE_OPTIONS),
@@ -470,9 +505,9 @@ def test_repeated_generate_does_not_recompile():
         ("prefix", {}),
     ],
 )
-def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, options):
+def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, generate_options):
     peft = pytest.importorskip("peft")
-    configs = {
+    config_functions = {
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
         "p-tuning": lambda: peft.PromptEncoderConfig(
             task_type="CAUSAL_LM", num_virtual_tokens=40, encoder_hidden_size=16
@@ -480,7 +515,7 @@ def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, options):
         "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
     }
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model(), configs[prompt_kind]()).eval()
+    model = peft.get_peft_model(tiny_model(), config_functions[prompt_kind]()).eval()
     # row 0 has 220 tokens, so that it reaches min_length=250 only with 40 virtual tokens
     ids, mask = tokens(2, 300), torch.ones(2, 300).long()
     ids[0, :80], mask[0, :80] = 0, 0
@@ -490,43 +525,49 @@ def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, options):
             expected = model(ids, attention_mask=mask, use_cache=prompt_kind == "prefix").logits[
                 :, -1
             ]
-        generated_logits = generate_logits(model, ids, attention_mask=mask, **options)[:, 0]
-        return generated_logits[:: options.get("num_beams", 1)], expected
+        generated_logits = generate_logits(model, ids, attention_mask=mask, **generate_options)[
+            :, 0
+        ]
+        return generated_logits[:: generate_options.get("num_beams", 1)], expected
 
     actual, expected = generate_and_prefill()
     if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
         pytest.skip("generate of this transformers drops the prefix of this PEFT")
-    cab_hf.apply_cab(model, replace(SPARSE, mass_threshold=0.1, min_length=250))
+    cab_hf.apply_cab(model, replace(SPARSE_CONFIG, mass_threshold=0.1, min_length=250))
     actual, expected = generate_and_prefill()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_guidance_has_a_separate_prompt_end():
-    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
+    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG), tokens(1, 200)
     guidance_options = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
     conditional_logits, unconditional_logits = (
-        compute_prefill_logits(model, [prompt])[:, -1].log_softmax(-1)
-        for prompt in (ids, guidance_options["negative_prompt_ids"])
+        compute_prefill_logits(model, [prompt_ids])[:, -1].log_softmax(-1)
+        for prompt_ids in (ids, guidance_options["negative_prompt_ids"])
     )
     expected = 2 * conditional_logits - unconditional_logits
-    options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
-    result = model.generate(
-        ids, attention_mask=torch.ones_like(ids), **GREEDY, **guidance_options, **options
+    output_options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **GREEDY_OPTIONS,
+        **guidance_options,
+        **output_options,
     )
-    torch.testing.assert_close(result.scores[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output.scores[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_question_after_document_is_the_prompt_end():
     # a question of one token is part of the prompt: its dense tail, and not a decode step
-    document, question = tokens(1, DOCUMENT_LENGTH), tokens(1, 1, seed=2)
-    fields = {"sparse_decode": True, "decode_tokens": 0.05}
+    document, question = tokens(1, DOCUMENT_TOKENS), tokens(1, 1, seed=2)
+    decode_fields = {"sparse_decode": True, "decode_tokens": 0.05}
 
     def generate_answer_logits(model, cache):
         append_tokens(model, document, cache)
         return generate_logits(model, torch.cat([document, question], 1), past_key_values=cache)
 
-    sparse_decode_model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
-    dense_decode_model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    sparse_decode_model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, **decode_fields))
+    dense_decode_model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
     actual = generate_answer_logits(sparse_decode_model, cab_hf.index_cache(sparse_decode_model))
     expected = generate_answer_logits(dense_decode_model, make_cache(dense_decode_model, "dynamic"))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -25,13 +25,13 @@ from cab_hf.decode.cache import (
 )
 from cab_hf.ops import decode
 
-CHANNELS = (1, 3, 4, 7)
+SCORED_CHANNELS = (1, 3, 4, 7)
 
 
-def make_keys_and_values(length, seed=0, batch=3):
+def make_keys_and_values(length, seed=0, batch_size=3):
     """Return random keys and values [batch, 2, length, 8]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn((2, batch, 2, length, 8), generator=generator).unbind(0)
+    return torch.randn((2, batch_size, 2, length, 8), generator=generator).unbind(0)
 
 
 def index_equals_rebuilt_index(layer):
@@ -40,41 +40,39 @@ def index_equals_rebuilt_index(layer):
     return all(map(torch.equal, layer.index, rebuilt_index))
 
 
-def make_empty_layer(layer_class=IndexedDynamicLayer, channels=(), **options):
-    layer = layer_class(**options)
+def make_empty_layer(layer_class=IndexedDynamicLayer, channels=(), **layer_options):
+    layer = layer_class(**layer_options)
     layer.channels = channels
     return layer
 
 
-def make_filled_layer(layer_class=IndexedDynamicLayer, length=20, **options):
-    layer = make_empty_layer(layer_class, **options)
+def make_filled_layer(layer_class=IndexedDynamicLayer, length=20, **layer_options):
+    layer = make_empty_layer(layer_class, **layer_options)
     keys, values = make_keys_and_values(length)
     with torch.no_grad():
         layer.update(keys, values)
     return layer
 
 
-def make_in_place_operation(operation):
+def return_layer_after(operation):
     """Return a function that applies ``operation`` to a layer and returns the layer."""
 
-    def apply_and_return(layer):
+    def apply_operation(layer):
         operation(layer)
         return layer
 
-    return apply_and_return
+    return apply_operation
 
 
-OPERATIONS = {
+LAYER_OPERATIONS = {
     "nothing": lambda layer: layer,
-    "reorder": make_in_place_operation(lambda layer: layer.reorder_cache(torch.tensor([2, 2, 0]))),
-    "crop": make_in_place_operation(lambda layer: layer.crop(-7)),
-    "crop-nothing": make_in_place_operation(lambda layer: layer.crop(0)),
-    "repeat": make_in_place_operation(lambda layer: layer.batch_repeat_interleave(2)),
-    "select": make_in_place_operation(
-        lambda layer: layer.batch_select_indices(torch.tensor([2, 0]))
-    ),
-    "offload": make_in_place_operation(lambda layer: (layer.offload(), layer.prefetch())),
-    "reset": make_in_place_operation(lambda layer: layer.reset()),
+    "reorder": return_layer_after(lambda layer: layer.reorder_cache(torch.tensor([2, 2, 0]))),
+    "crop": return_layer_after(lambda layer: layer.crop(-7)),
+    "crop-nothing": return_layer_after(lambda layer: layer.crop(0)),
+    "repeat": return_layer_after(lambda layer: layer.batch_repeat_interleave(2)),
+    "select": return_layer_after(lambda layer: layer.batch_select_indices(torch.tensor([2, 0]))),
+    "offload": return_layer_after(lambda layer: (layer.offload(), layer.prefetch())),
+    "reset": return_layer_after(lambda layer: layer.reset()),
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
 }
@@ -91,13 +89,18 @@ LAYER_KINDS = {
         {"max_cache_len": 32},
     ),
 }
-# names of the `OPERATIONS` that every class supports
+# names of the `LAYER_OPERATIONS` that every class supports
 COMMON_OPERATIONS = ("nothing", "reorder", "offload", "reset", "deepcopy", "pickle")
-CASES = [("dynamic", name) for name in OPERATIONS]
-CASES += [(kind, name) for kind in LAYER_KINDS if kind != "dynamic" for name in COMMON_OPERATIONS]
+OPERATION_CASES = [("dynamic", operation_name) for operation_name in LAYER_OPERATIONS]
+OPERATION_CASES += [
+    (layer_kind, operation_name)
+    for layer_kind in LAYER_KINDS
+    if layer_kind != "dynamic"
+    for operation_name in COMMON_OPERATIONS
+]
 
 
-def write_states(layer):
+def write_linear_attention_states(layer):
     """Return ``layer`` after writing its linear attention states, if it has any."""
     if hasattr(layer, "update_conv_state"):
         generator = torch.Generator().manual_seed(7)
@@ -115,24 +118,26 @@ def require_same_layer(layer, plain_layer):
     if hasattr(plain_layer, "conv_states"):
         assert torch.equal(layer.conv_states[0], plain_layer.conv_states[0])
         assert torch.equal(layer.recurrent_states[0], plain_layer.recurrent_states[0])
-    batch = 3 if plain_layer.keys is None else plain_layer.keys.shape[0]
+    batch_size = 3 if plain_layer.keys is None else plain_layer.keys.shape[0]
     for seed in (1, 2):
-        keys, values = make_keys_and_values(1, seed, batch)
+        keys, values = make_keys_and_values(1, seed, batch_size)
         actual, expected = layer.update(keys, values), plain_layer.update(keys, values)
         assert all(map(torch.equal, actual, expected))
         assert index_equals_rebuilt_index(layer)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_cache_operation_matches_transformers_and_updates_index(kind, name):
-    indexed_class, plain_class, options = LAYER_KINDS[kind]
-    layer = make_filled_layer(indexed_class, channels=CHANNELS, **options)
-    layer = OPERATIONS[name](write_states(layer))
-    plain_layer = OPERATIONS[name](write_states(make_filled_layer(plain_class, **options)))
-    if (kind, name) == ("dynamic-hybrid", "reset") and plain_layer.get_seq_length():
+@pytest.mark.parametrize(("layer_kind", "operation_name"), OPERATION_CASES)
+def test_cache_operation_matches_transformers_and_updates_index(layer_kind, operation_name):
+    indexed_class, plain_class, layer_options = LAYER_KINDS[layer_kind]
+    layer = make_filled_layer(indexed_class, channels=SCORED_CHANNELS, **layer_options)
+    layer = LAYER_OPERATIONS[operation_name](write_linear_attention_states(layer))
+    plain_layer = LAYER_OPERATIONS[operation_name](
+        write_linear_attention_states(make_filled_layer(plain_class, **layer_options))
+    )
+    if (layer_kind, operation_name) == ("dynamic-hybrid", "reset") and plain_layer.get_seq_length():
         pytest.skip("this version of transformers resets only the states of a hybrid layer")
-    if (kind, name) == ("dynamic", "reset"):
+    if (layer_kind, operation_name) == ("dynamic", "reset"):
         # some versions of transformers set the keys to 0 instead of removing them
         plain_layer = DynamicLayer()
     assert type(layer) is indexed_class
@@ -140,38 +145,42 @@ def test_cache_operation_matches_transformers_and_updates_index(kind, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", LAYER_KINDS)
+@pytest.mark.parametrize("layer_kind", LAYER_KINDS)
 @pytest.mark.parametrize("length", [0, 20])
-def test_index_added_later_equals_index_from_start(kind, length):
-    indexed_class, plain_class, options = LAYER_KINDS[kind]
+def test_index_added_later_equals_index_from_start(layer_kind, length):
+    indexed_class, plain_class, layer_options = LAYER_KINDS[layer_kind]
     plain_layer = (
-        make_filled_layer(plain_class, length, **options) if length else plain_class(**options)
+        make_filled_layer(plain_class, length, **layer_options)
+        if length
+        else plain_class(**layer_options)
     )
-    plain_layer = write_states(plain_layer)
-    layer = make_indexed_layer(copy.deepcopy(plain_layer), CHANNELS)
-    assert type(layer) is indexed_class and make_indexed_layer(layer, CHANNELS) is layer
+    plain_layer = write_linear_attention_states(plain_layer)
+    layer = make_indexed_layer(copy.deepcopy(plain_layer), SCORED_CHANNELS)
+    assert type(layer) is indexed_class and make_indexed_layer(layer, SCORED_CHANNELS) is layer
     require_same_layer(layer, plain_layer)
 
 
 @torch.no_grad()
 def test_step_writes_one_token_in_place(monkeypatch):
-    monkeypatch.setattr(cache, "SPARE_TOKENS", 8)
-    layer, addresses = make_filled_layer(length=15, channels=CHANNELS), []
+    monkeypatch.setattr(cache, "BUFFER_GROWTH_TOKENS", 8)
+    layer, addresses_of_steps = make_filled_layer(length=15, channels=SCORED_CHANNELS), []
     for seed in range(12):
         keys, values = make_keys_and_values(1, seed)
         layer.update(keys, values)
-        addresses.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
+        addresses_of_steps.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
     # the buffers have 16 slots at step 0, 24 slots from step 1 on, and 32 from step 9 on
-    first_steps = [addresses.index(address) for address in addresses]
+    first_steps = [
+        addresses_of_steps.index(step_addresses) for step_addresses in addresses_of_steps
+    ]
     assert first_steps == [0] + 8 * [1] + 3 * [9]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["deepcopy", "pickle"])
-def test_copy_does_not_share_buffers(name):
-    layer = make_filled_layer(channels=CHANNELS)
+@pytest.mark.parametrize("operation_name", ["deepcopy", "pickle"])
+def test_copy_does_not_share_buffers(operation_name):
+    layer = make_filled_layer(channels=SCORED_CHANNELS)
     keys_before = layer.keys.clone()
-    layer_copy = OPERATIONS[name](layer)
+    layer_copy = LAYER_OPERATIONS[operation_name](layer)
     address = layer_copy.keys.data_ptr()
     for changed_layer, seed in ((layer_copy, 0), (layer, 9)):
         keys, values = make_keys_and_values(1, seed=seed)
@@ -181,17 +190,17 @@ def test_copy_does_not_share_buffers(name):
     assert index_equals_rebuilt_index(layer_copy) and index_equals_rebuilt_index(layer)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_offloading_moves_the_index(kind):
-    indexed_class, _, options = LAYER_KINDS[kind]
-    layer = make_filled_layer(indexed_class, channels=CHANNELS, **options)
+@pytest.mark.parametrize("layer_kind", ["dynamic", "static"])
+def test_offloading_moves_the_index(layer_kind):
+    indexed_class, _, layer_options = LAYER_KINDS[layer_kind]
+    layer = make_filled_layer(indexed_class, channels=SCORED_CHANNELS, **layer_options)
     layer.device = torch.device("meta")
     layer.prefetch()
     assert {x.device.type for x in (layer.keys, layer.values, *layer.index)} == {"meta"}
 
 
 def test_gradients_flow_through_a_cache():
-    layer, leaves = make_empty_layer(channels=CHANNELS), []
+    layer, leaves = make_empty_layer(channels=SCORED_CHANNELS), []
     for seed, length in enumerate((20, 1, 1)):
         new_keys, new_values = (x.requires_grad_() for x in make_keys_and_values(length, seed))
         leaves += [new_keys, new_values]
@@ -203,9 +212,9 @@ def test_gradients_flow_through_a_cache():
         torch.testing.assert_close(leaf.grad, 2 * num_calls * leaf)
 
 
-def test_cache_of_inference_mode_continues_outside_of_it():
+def test_cache_filled_in_inference_mode_is_updated_outside():
     with torch.inference_mode():
-        layer = make_filled_layer(channels=CHANNELS)
+        layer = make_filled_layer(channels=SCORED_CHANNELS)
     keys, values = make_keys_and_values(1)
     with torch.no_grad():
         layer.update(keys, values)
@@ -213,14 +222,14 @@ def test_cache_of_inference_mode_continues_outside_of_it():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", LAYER_KINDS)
-def test_returned_keys_carry_the_index(kind):
-    indexed_class, _, options = LAYER_KINDS[kind]
-    layer = make_empty_layer(indexed_class, CHANNELS, **options)
+@pytest.mark.parametrize("layer_kind", LAYER_KINDS)
+def test_update_returns_keys_with_the_index(layer_kind):
+    indexed_class, _, layer_options = LAYER_KINDS[layer_kind]
+    layer = make_empty_layer(indexed_class, SCORED_CHANNELS, **layer_options)
     for num_tokens in (20, 1):
         new_keys, new_values = make_keys_and_values(num_tokens)
         keys, values = layer.update(new_keys, new_values)
-        assert keys.cab_index.index is layer.index and keys.cab_index.channels == CHANNELS
+        assert keys.cab_index.index is layer.index and keys.cab_index.channels == SCORED_CHANNELS
         assert not any(hasattr(x, "cab_index") for x in (keys.clone(), values))
 
 
@@ -232,8 +241,13 @@ def test_dense_layer_has_no_index():
         sparse_decode=True,
     )
     class_names = [type(layer).__name__ for layer in cab_hf.index_cache(model).layers]
-    sliding = "DynamicSlidingWindowLayer"
-    assert class_names == ["IndexedDynamicLayer", "DynamicLayer", sliding, sliding]
+    sliding_class_name = "DynamicSlidingWindowLayer"
+    assert class_names == [
+        "IndexedDynamicLayer",
+        "DynamicLayer",
+        sliding_class_name,
+        sliding_class_name,
+    ]
 
 
 @torch.no_grad()

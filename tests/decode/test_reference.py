@@ -12,8 +12,8 @@ from cab_hf.ops.decode.reference import (
     LEVELS_PER_OCTAVE,
     LOCAL_TOKENS,
     SINK_TOKENS,
-    UNREAD_WEIGHT,
-    scored_channels,
+    UNREAD_WEIGHT_FACTOR,
+    select_scored_channels,
 )
 
 SCALE = 0.25
@@ -39,7 +39,7 @@ def select_key_mask(q, k, length, num_keys, channels=(), padding_mask=None):
     ).to_mask()
 
 
-def quantise(x, max_code):
+def quantise_vectors(x, max_code):
     """Round each vector to integer multiples of its quantisation scale, as `choose` does.
 
     Args:
@@ -51,24 +51,24 @@ def quantise(x, max_code):
     return (x / scale + 0.5).floor().clamp(-8 if is_key else -128, max_code) * scale
 
 
-def attention_shares(q, k, length):
+def compute_attention_shares(q, k, length):
     """Return the maximum attention weight of each key over its query heads, [B, H_kv, N]."""
-    group = q.shape[1] // k.shape[1]
-    q, k = quantise(q, 127), quantise(k, 7)
-    logits = q @ k[:, :, :length].repeat_interleave(group, dim=1).mT * SCALE
-    return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], group)).amax(2)
+    group_size = q.shape[1] // k.shape[1]
+    q, k = quantise_vectors(q, 127), quantise_vectors(k, 7)
+    logits = q @ k[:, :, :length].repeat_interleave(group_size, dim=1).mT * SCALE
+    return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], group_size)).amax(2)
 
 
-def require_largest_shares_selected(share, is_selected):
+def require_largest_shares_selected(attention_shares, is_selected):
     """Assert that no unselected key has a larger attention weight than a selected key of its head.
 
     Args:
-        share: attention weights, float [B, H_kv, N].
+        attention_shares: attention weights, float [B, H_kv, N].
         is_selected: bool [B, H_kv, N]; sinks and local keys, which are always selected, are left
             out.
     """
-    smallest_selected = share.masked_fill(~is_selected, 2).amin(-1)
-    largest_unselected = share.masked_fill(is_selected, 0).amax(-1)
+    smallest_selected = attention_shares.masked_fill(~is_selected, 2).amin(-1)
+    largest_unselected = attention_shares.masked_fill(is_selected, 0).amax(-1)
     # `choose` rounds the logarithms of attention weights to integers: allow for 1.5 steps
     assert (smallest_selected * 2 ** (1.5 / LEVELS_PER_OCTAVE) >= largest_unselected).all()
 
@@ -80,27 +80,27 @@ def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, num_keys)
     is_selected = select_key_mask(q, k, 450, num_keys)
     assert not is_selected[..., 450:].any()
     assert is_selected[..., :SINK_TOKENS].all() and is_selected[..., 450 - LOCAL_TOKENS : 450].all()
-    middle = slice(SINK_TOKENS, 450 - LOCAL_TOKENS)
+    middle_slots = slice(SINK_TOKENS, 450 - LOCAL_TOKENS)
     require_largest_shares_selected(
-        attention_shares(q, k, 450)[..., middle], is_selected[..., middle]
+        compute_attention_shares(q, k, 450)[..., middle_slots], is_selected[..., middle_slots]
     )
     num_selected = is_selected.sum(-1)
     assert (num_selected <= num_keys).all() and (num_selected > num_keys - 20).all()
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 4, 10, 11, 12)])
-def test_index_rounds_keys_within_half_a_unit(channels):
+def test_index_rounds_keys_within_half_a_quantisation_step(channels):
     _, k, _ = qkv(2, q_length=1, kv_length=50)
     k[0, 0, 0] = 0
     index = index_keys(k, channels)
-    scored = scored_channels(k, channels)
-    assert index.codes.shape == (*k.shape[:3], scored.shape[-1] // 2)
+    scored_k = select_scored_channels(k, channels)
+    assert index.codes.shape == (*k.shape[:3], scored_k.shape[-1] // 2)
     codes = torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
-    decoded = codes * index.scales.float().unsqueeze(-1)
-    quantisation_step = scored.abs().amax(-1, keepdim=True) / 7
+    decoded_k = codes * index.scales.float().unsqueeze(-1)
+    quantisation_step = scored_k.abs().amax(-1, keepdim=True) / 7
     # rounding error: half a quantisation step, and the error of the scale in float16 (11 bits)
-    assert ((decoded - scored).abs() <= quantisation_step * 0.505).all()
-    torch.testing.assert_close(decoded, quantise(scored, 7).nan_to_num())
+    assert ((decoded_k - scored_k).abs() <= quantisation_step * 0.505).all()
+    torch.testing.assert_close(decoded_k, quantise_vectors(scored_k, 7).nan_to_num())
 
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
@@ -118,12 +118,12 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     length = torch.tensor([450])
     choice = choose_keys(q, k, 450, 150)
     is_unread = ~choice.to_mask()[:, :, :450].repeat_interleave(3, dim=1)
-    q_8_bits = quantise(q, 127)
-    k_4_bits = quantise(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
-    weights = (q_8_bits @ k_4_bits.mT * SCALE).exp().squeeze(2) * is_unread
+    q_8_bit = quantise_vectors(q, 127)
+    k_4_bit = quantise_vectors(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
+    weights = (q_8_bit @ k_4_bit.mT * SCALE).exp().squeeze(2) * is_unread
     # `choose` rounds logits, hence the tolerance of 2%
-    expected = weights.sum(-1) * UNREAD_WEIGHT
-    torch.testing.assert_close(choice.unread.exp2(), expected, rtol=2e-2, atol=0)
+    expected = weights.sum(-1) * UNREAD_WEIGHT_FACTOR
+    torch.testing.assert_close(choice.unread_logit.exp2(), expected, rtol=2e-2, atol=0)
     # unselected keys count as one more key: its logit is ``unread``, and its value is the mean of
     # 256 equidistant values
     mean_value = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
@@ -132,7 +132,7 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     logits = q @ keys.mT * SCALE
     logits[..., 450:500] = float("-inf")
     logits[..., :450].masked_fill_(is_unread.unsqueeze(2), float("-inf"))
-    logits[..., -1] = choice.unread.unsqueeze(-1) * math.log(2)
+    logits[..., -1] = choice.unread_logit.unsqueeze(-1) * math.log(2)
     actual = attend(q, k, v, choice, scale=SCALE, length=length)
     torch.testing.assert_close(actual, logits.softmax(-1) @ values)
     # with the additional key, the output is closer to dense attention than without
@@ -184,17 +184,23 @@ def test_sequence_within_budget_is_read_completely(num_keys):
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
-    assert reference.sample_stride(40_000) == 8 and reference.sample_stride(8192) == 1
+    assert (
+        reference.compute_sample_stride(40_000) == 8 and reference.compute_sample_stride(8192) == 1
+    )
     is_selected = select_key_mask(3 * q, k, 39_000, 4000)
     assert not is_selected[..., 39_000:].any()
     num_selected = is_selected.sum(-1)
     assert ((num_selected - 4000).abs() < 400).all() and (num_selected != 4000).any()
-    share = attention_shares(3 * q, k, 39_000)
-    largest_sum = share.topk(4000, dim=-1).values.sum(-1)
+    attention_shares = compute_attention_shares(3 * q, k, 39_000)
+    largest_share_sum = attention_shares.topk(4000, dim=-1).values.sum(-1)
     # leave out sinks and local keys, which are always selected
-    middle = slice(SINK_TOKENS, 39_000 - LOCAL_TOKENS)
-    selected_sum = (is_selected[..., middle] * share[..., middle]).sum(-1)
-    assert (selected_sum > 0.95 * largest_sum).all()
+    middle_slots = slice(SINK_TOKENS, 39_000 - LOCAL_TOKENS)
+    selected_share_sum = (is_selected[..., middle_slots] * attention_shares[..., middle_slots]).sum(
+        -1
+    )
+    assert (selected_share_sum > 0.95 * largest_share_sum).all()
     if kv_heads == 6:
         # without groups, each KV head selects for a single query head, so that the order is exact
-        require_largest_shares_selected(share[..., middle], is_selected[..., middle])
+        require_largest_shares_selected(
+            attention_shares[..., middle_slots], is_selected[..., middle_slots]
+        )

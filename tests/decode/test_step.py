@@ -12,38 +12,38 @@ from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
 from cab_hf.config import block_sizes
 from cab_hf.decode.cache import KeyIndex
-from cab_hf.decode.step import SHARED_CHOICE, mapped_kv_heads
+from cab_hf.decode.step import SHARED_CHOICE_KEY, map_kv_heads
 from cab_hf.dispatch import sparse_decode
 from cab_hf.ops import Workload, decode
 
-NUM_TOKENS = 600
-READ_128_KEYS = {"sparse_decode": True, "decode_tokens": 128}
+KV_LENGTH = 600
+READ_128_KEYS_FIELDS = {"sparse_decode": True, "decode_tokens": 128}
 
 
 SCALE = 0.25
 
 
-def run_step(mask, config, layer, qkv):
-    """Return the attention output of one sparse decode step; ``layer`` is the layer index."""
+def run_step(mask, config, layer_index, qkv):
+    """Return the attention output of one sparse decode step of layer ``layer_index``."""
     q, k, v = qkv
     call = Call(
         q=q,
         k=k,
         v=v,
         scale=SCALE,
-        layer=SimpleNamespace(layer_idx=layer),
+        layer=SimpleNamespace(layer_idx=layer_index),
         config=config,
-        sparse=True,
-        work=Workload.of(q, k, v, block_sizes(config)),
+        is_sparse=True,
+        workload=Workload.of(q, k, v, block_sizes(config)),
         mask=mask,
-        index=KeyIndex(decode.index_keys(k, ()), ()),
+        key_index=KeyIndex(decode.index_keys(k, ()), ()),
     )
     return sparse_decode(call)
 
 
 def make_mask_of_last_token():
-    """Return the `MaskInfo` of a decode step: one query after NUM_TOKENS - 1 cached tokens."""
-    return MaskInfo(batch=1, q_length=1, kv_length=NUM_TOKENS, q_offset=NUM_TOKENS - 1)
+    """Return the `MaskInfo` of a decode step: one query after KV_LENGTH - 1 cached tokens."""
+    return MaskInfo(batch=1, q_length=1, kv_length=KV_LENGTH, q_offset=KV_LENGTH - 1)
 
 
 @pytest.mark.parametrize(
@@ -54,25 +54,31 @@ def make_mask_of_last_token():
     ],
 )
 def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, anchor_heads):
-    rows = [row or tuple(range(6)) for row in head_map]
+    head_map_rows = [head_map_row or tuple(range(6)) for head_map_row in head_map]
     config = CabConfig(
-        predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **READ_128_KEYS
+        predictor="cascade",
+        anchors=(0,),
+        head_map=tuple(head_map_rows),
+        min_length=0,
+        **READ_128_KEYS_FIELDS,
     )
     mask = make_mask_of_last_token()
-    run_step(mask, config, 0, qkv(q_length=1, kv_length=NUM_TOKENS))
-    q, k, v = qkv(q_length=1, kv_length=NUM_TOKENS, seed=1)
-    choice = mask.state.shared[SHARED_CHOICE].choice.for_layer(q.device, tuple(anchor_heads))
+    run_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
+    q, k, v = qkv(q_length=1, kv_length=KV_LENGTH, seed=1)
+    choice = mask.state.shared_state[SHARED_CHOICE_KEY].choice.for_layer(
+        q.device, tuple(anchor_heads)
+    )
     actual = run_step(mask, config, 1, (q, k, v))
-    expected = decode.attend(q, k, v, choice, scale=SCALE, length=torch.tensor([NUM_TOKENS]))
+    expected = decode.attend(q, k, v, choice, scale=SCALE, length=torch.tensor([KV_LENGTH]))
     torch.testing.assert_close(actual, expected)
 
 
 def test_anchor_with_other_head_count_raises():
-    config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **READ_128_KEYS)
+    config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **READ_128_KEYS_FIELDS)
     mask = make_mask_of_last_token()
-    run_step(mask, config, 0, qkv(q_length=1, kv_length=NUM_TOKENS))
+    run_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
     with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
-        run_step(mask, config, 1, qkv(q_length=1, kv_length=NUM_TOKENS, kv_heads=3))
+        run_step(mask, config, 1, qkv(q_length=1, kv_length=KV_LENGTH, kv_heads=3))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_anchor_with_other_head_count_raises():
     ],
 )
 def test_kv_head_follows_majority_of_its_query_heads(head_map_row, kv_heads, expected_heads):
-    assert mapped_kv_heads(head_map_row, kv_heads) == expected_heads
+    assert map_kv_heads(head_map_row, kv_heads) == expected_heads
 
 
 @pytest.mark.parametrize(
@@ -133,27 +139,31 @@ def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, num_slots)
     ("config_fields", "expected_text"),
     [
         pytest.param({}, "  decode: dense", id="off"),
-        pytest.param(READ_128_KEYS, "128 keys per KV head, from 512 tokens on", id="number"),
-        pytest.param(READ_128_KEYS | {"min_length": 700}, "from 700 tokens on", id="min_length"),
+        pytest.param(READ_128_KEYS_FIELDS, "128 keys per KV head, from 512 tokens on", id="number"),
         pytest.param(
-            READ_128_KEYS | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"
+            READ_128_KEYS_FIELDS | {"min_length": 700}, "from 700 tokens on", id="min_length"
         ),
         pytest.param(
-            READ_128_KEYS | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"
+            READ_128_KEYS_FIELDS | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"
+        ),
+        pytest.param(
+            READ_128_KEYS_FIELDS | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"
         ),
         # bytes of the index per key: 32 of 64 channels in 4 bits, and a scale of 2 bytes. They are
         # divided by the bytes of a key and a value in float32
-        pytest.param(READ_128_KEYS, "an index of 0.035 of its bytes", id="index"),
+        pytest.param(READ_128_KEYS_FIELDS, "an index of 0.035 of its bytes", id="index"),
         pytest.param(
-            READ_128_KEYS | {"dense_layers": (1, 2)},
+            READ_128_KEYS_FIELDS | {"dense_layers": (1, 2)},
             "an index of 0.012 of its bytes",
             id="one-layer-of-3",
         ),
         pytest.param(
-            READ_128_KEYS | {"dense_layers": (0, 1, 2)}, "no layer selects keys", id="no-layer"
+            READ_128_KEYS_FIELDS | {"dense_layers": (0, 1, 2)},
+            "no layer selects keys",
+            id="no-layer",
         ),
         pytest.param(
-            READ_128_KEYS | {"predictor": "cascade", "anchors": (0,)},
+            READ_128_KEYS_FIELDS | {"predictor": "cascade", "anchors": (0,)},
             "index of 0.012",
             id="one-anchor",
         ),

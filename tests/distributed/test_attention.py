@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from shards import BLOCK, CUMULATIVE_LENGTHS, join_shards, make_sharding, take_shard
+from shards import BLOCK_TOKENS, CUMULATIVE_LENGTHS, join_shards, make_sharding, take_shard
 from tiny import qkv
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -19,48 +19,63 @@ SCHEMES = {
 }
 
 
-def make_full_sequence(sharding, group, kv_heads, dim=16):
+def make_full_sequence(sharding, group_size, num_kv_heads, head_dim=16):
     """Return q, k, v and the output gradient of the whole sequence, without padding."""
-    q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.length, dim=dim)
-    grad = qkv(2, kv_heads * group, kv_heads, sharding.length, dim=dim, seed=9)[0]
+    q, k, v = qkv(2, num_kv_heads * group_size, num_kv_heads, sharding.num_tokens, dim=head_dim)
+    grad = qkv(
+        2, num_kv_heads * group_size, num_kv_heads, sharding.num_tokens, dim=head_dim, seed=9
+    )[0]
     return q, k, v, grad
 
 
-def compute_attention_of_rank(process_group, scheme, ends, shape, settings):
+def compute_attention_of_rank(process_group, scheme_name, cu_seqlens, head_counts, scheme_settings):
     """Return the shards of this rank by name: "out", "lse", "dq", "dk" and "dv".
 
-    ``shape`` has the arguments ``group`` and ``kv_heads`` of `make_full_sequence`.
+    ``head_counts`` has the arguments ``group_size`` and ``num_kv_heads`` of `make_full_sequence`.
     """
-    sharding, rank = make_sharding(process_group.size(), ends), process_group.rank()
-    q, k, v, grad = (take_shard(x, sharding, rank) for x in make_full_sequence(sharding, **shape))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sharding, rank = make_sharding(process_group.size(), cu_seqlens), process_group.rank()
+    q, k, v, grad = (
+        take_shard(tensor, sharding, rank) for tensor in make_full_sequence(sharding, **head_counts)
+    )
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     # gather one KV head at a time, so that the next all-gather overlaps with attention
-    settings = {"heads_k_stride": 1, **settings}
-    out, lse = SCHEMES[scheme](
-        q, k, v, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
+    scheme_settings = {"heads_k_stride": 1, **scheme_settings}
+    out, lse = SCHEMES[scheme_name](
+        q,
+        k,
+        v,
+        group=process_group,
+        cu_seqlens=cu_seqlens,
+        block=BLOCK_TOKENS,
+        engine="reference",
+        **scheme_settings,
     )
     # padding queries do not contribute to the loss
     grad = grad * sharding.is_real[rank][:, None]
     gradients = torch.autograd.grad(out, leaves, grad)
-    result = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
-    return {name: x.detach() for name, x in result.items()}
+    tensor_by_name = dict(
+        zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
+    )
+    return {tensor_name: tensor.detach() for tensor_name, tensor in tensor_by_name.items()}
 
 
-def compute_attention_in_one_process(sharding, group, kv_heads, causal=True):
+def compute_attention_in_one_process(sharding, group_size, num_kv_heads, causal=True):
     """Return "out", "lse", "dq", "dk" and "dv" of masked attention over the whole sequence."""
-    q, k, v, grad = make_full_sequence(sharding, group, kv_heads)
+    q, k, v, grad = make_full_sequence(sharding, group_size, num_kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
+    doc_ids = torch.arange(len(sharding.document_lengths)).repeat_interleave(
+        torch.tensor(sharding.document_lengths)
+    )
     mask = doc_ids[:, None] == doc_ids
     if causal:
         mask = mask.tril()
-    keys, values = (x.repeat_interleave(group, dim=1) for x in leaves[1:])
-    logits = (leaves[0] @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
-    out = logits.softmax(-1) @ values
+    repeated_keys, repeated_values = (x.repeat_interleave(group_size, dim=1) for x in leaves[1:])
+    logits = (leaves[0] @ repeated_keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
+    out = logits.softmax(-1) @ repeated_values
     gradients = torch.autograd.grad(out, leaves, grad)
     lse = logits.logsumexp(-1).detach()
-    names = ("out", "lse", "dq", "dk", "dv")
-    return dict(zip(names, (out.detach(), lse, *gradients), strict=True))
+    tensor_names = ("out", "lse", "dq", "dk", "dv")
+    return dict(zip(tensor_names, (out.detach(), lse, *gradients), strict=True))
 
 
 def assert_shards_equal(actual, sharding, expected):
@@ -68,16 +83,20 @@ def assert_shards_equal(actual, sharding, expected):
 
     ``actual`` has a dict of shards by name for each rank.
     """
-    for name, tensor in expected.items():
-        result = join_shards([tensors_of_rank[name] for tensors_of_rank in actual], sharding)
-        error = (result - tensor).abs().max() / tensor.abs().max()
-        assert error <= 1e-5, f"{name}: {error:.2g}"
+    for tensor_name, expected_tensor in expected.items():
+        joined_tensor = join_shards(
+            [tensors_of_rank[tensor_name] for tensors_of_rank in actual], sharding
+        )
+        relative_error = (joined_tensor - expected_tensor).abs().max() / expected_tensor.abs().max()
+        assert relative_error <= 1e-5, f"{tensor_name}: {relative_error:.2g}"
 
 
 # by name: (number of ranks, scheme, KV heads, query heads per KV head, settings of the scheme)
-CASES = {
-    **{f"own-keys-{world}": (world, "zigzag", 2, 1, {}) for world in (1, 2, 4, 8)},
-    **{f"shared-keys-{world}": (world, "zigzag", 2, 4, {}) for world in (1, 2, 4, 8)},
+SHARDING_CASES = {
+    **{f"own-keys-{world_size}": (world_size, "zigzag", 2, 1, {}) for world_size in (1, 2, 4, 8)},
+    **{
+        f"shared-keys-{world_size}": (world_size, "zigzag", 2, 4, {}) for world_size in (1, 2, 4, 8)
+    },
     "ring": (4, "ring", 3, 2, {}),
     "two-heads-at-a-time": (4, "zigzag", 3, 2, {"heads_k_stride": 2}),
     "stride-above-kv-heads": (4, "zigzag", 3, 2, {"heads_k_stride": 5}),
@@ -87,22 +106,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("boundaries", CUMULATIVE_LENGTHS)
+@pytest.mark.parametrize("cu_seqlens_name", CUMULATIVE_LENGTHS)
 @pytest.mark.parametrize(
-    ("world", "scheme", "kv_heads", "group", "settings"), CASES.values(), ids=CASES
+    ("world_size", "scheme_name", "num_kv_heads", "group_size", "scheme_settings"),
+    SHARDING_CASES.values(),
+    ids=SHARDING_CASES,
 )
 def test_every_sharding_equals_single_process(
-    ranks, world, scheme, kv_heads, group, settings, boundaries
+    ranks, world_size, scheme_name, num_kv_heads, group_size, scheme_settings, cu_seqlens_name
 ):
-    ends, sharding = (
-        CUMULATIVE_LENGTHS[boundaries],
-        make_sharding(world, CUMULATIVE_LENGTHS[boundaries]),
+    cu_seqlens, sharding = (
+        CUMULATIVE_LENGTHS[cu_seqlens_name],
+        make_sharding(world_size, CUMULATIVE_LENGTHS[cu_seqlens_name]),
     )
-    shape = {"group": group, "kv_heads": kv_heads}
-    actual = ranks.run(world, compute_attention_of_rank, scheme, ends, shape, settings)
-    causal = settings.get("causal", True)
+    head_counts = {"group_size": group_size, "num_kv_heads": num_kv_heads}
+    actual = ranks.run(
+        world_size, compute_attention_of_rank, scheme_name, cu_seqlens, head_counts, scheme_settings
+    )
+    causal = scheme_settings.get("causal", True)
     assert_shards_equal(
-        actual, sharding, compute_attention_in_one_process(sharding, **shape, causal=causal)
+        actual, sharding, compute_attention_in_one_process(sharding, **head_counts, causal=causal)
     )
 
 
@@ -115,8 +138,10 @@ def attend_with_checkpoint(attend, q, k, v):
 
 
 def attend_with_selective_checkpoint(attend, q, k, v):
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.index_select.default])
-    return checkpoint(attend, q, k, v, use_reentrant=False, context_fn=contexts)
+    make_contexts = partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.index_select.default]
+    )
+    return checkpoint(attend, q, k, v, use_reentrant=False, context_fn=make_contexts)
 
 
 def attend_with_offload(attend, q, k, v):
@@ -128,11 +153,13 @@ def attend_with_copied_tensors(attend, q, k, v):
     """Call ``attend`` with hooks that clone all saved tensors whenever backward reads a tensor."""
     saved_tensors = []
 
-    def unpack(index):
-        saved_tensors[:] = [x.clone() for x in saved_tensors]
-        return saved_tensors[index]
+    def unpack(tensor_index):
+        saved_tensors[:] = [saved_tensor.clone() for saved_tensor in saved_tensors]
+        return saved_tensors[tensor_index]
 
-    with saved_tensors_hooks(lambda x: saved_tensors.append(x) or len(saved_tensors) - 1, unpack):
+    with saved_tensors_hooks(
+        lambda saved_tensor: saved_tensors.append(saved_tensor) or len(saved_tensors) - 1, unpack
+    ):
         return attend(q, k, v)
 
 
@@ -145,10 +172,12 @@ AUTOGRAD_MODES = {
 }
 
 
-def compute_gradients_of_rank(process_group, mode, group, settings):
-    """Return a list of dq, dk and dv by name: one dict for each backward pass of ``mode``."""
+def compute_gradients_of_rank(process_group, autograd_mode, group_size, scheme_settings):
+    """Return a list of dq, dk and dv by name: one dict for each backward pass."""
     sharding, rank = make_sharding(process_group.size(), None), process_group.rank()
-    q, k, v, grad = (take_shard(x, sharding, rank) for x in make_full_sequence(sharding, group, 3))
+    q, k, v, grad = (
+        take_shard(x, sharding, rank) for x in make_full_sequence(sharding, group_size, 3)
+    )
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
@@ -157,38 +186,50 @@ def compute_gradients_of_rank(process_group, mode, group, settings):
             k,
             v,
             group=process_group,
-            block=BLOCK,
+            block=BLOCK_TOKENS,
             engine="reference",
             heads_k_stride=1,
-            **settings,
+            **scheme_settings,
         )
         return out
 
-    out = AUTOGRAD_MODES[mode](attend, q, k, v)
-    num_passes = 1 if mode == "some-checkpointed" else 2
+    out = AUTOGRAD_MODES[autograd_mode](attend, q, k, v)
+    num_passes = 1 if autograd_mode == "some-checkpointed" else 2
     gradients_of_passes = [
-        torch.autograd.grad(out, leaves, grad, retain_graph=i == 0) for i in range(num_passes)
+        torch.autograd.grad(out, leaves, grad, retain_graph=pass_index == 0)
+        for pass_index in range(num_passes)
     ]
     return [
         dict(zip(("dq", "dk", "dv"), gradients, strict=True)) for gradients in gradients_of_passes
     ]
 
 
-@pytest.mark.parametrize("mode", AUTOGRAD_MODES)
-@pytest.mark.parametrize("group", [1, 2], ids=["own-keys", "shared-keys"])
-@pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "saved"])
-def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, mode, group, settings):
-    rank_0, rank_1 = ranks.run(2, compute_gradients_of_rank, mode, group, settings)
+@pytest.mark.parametrize("autograd_mode", AUTOGRAD_MODES)
+@pytest.mark.parametrize("group_size", [1, 2], ids=["own-keys", "shared-keys"])
+@pytest.mark.parametrize(
+    "scheme_settings", [{}, {"regather_kv": False}], ids=["regathered", "saved"]
+)
+def test_gradients_are_equal_under_checkpointing_and_offloading(
+    ranks, autograd_mode, group_size, scheme_settings
+):
+    gradients_of_rank_0, gradients_of_rank_1 = ranks.run(
+        2, compute_gradients_of_rank, autograd_mode, group_size, scheme_settings
+    )
     sharding = make_sharding(2, None)
-    expected = compute_attention_in_one_process(sharding, group, 3)
-    gradients = {name: expected[name] for name in ("dq", "dk", "dv")}
+    expected_tensors = compute_attention_in_one_process(sharding, group_size, 3)
+    expected_gradients = {
+        gradient_name: expected_tensors[gradient_name] for gradient_name in ("dq", "dk", "dv")
+    }
     # rank_0 and rank_1 have the gradients of each backward pass
-    for gradients_of_ranks in zip(rank_0, rank_1, strict=True):
-        assert_shards_equal(gradients_of_ranks, sharding, gradients)
+    for gradients_of_ranks in zip(gradients_of_rank_0, gradients_of_rank_1, strict=True):
+        assert_shards_equal(gradients_of_ranks, sharding, expected_gradients)
 
 
 def test_zigzag_balances_work_across_ranks():
-    shard_map = make_sharding(4, None).shard_map(BLOCK, "cpu")
-    pairs = [int(shard_map.ranges(rank, 1).pairs()) for rank in range(4)]
-    length = 2 * 4 * BLOCK * 2
-    assert len(set(pairs)) == 1 and sum(pairs) == length * (length + 1) // 2
+    shard_map = make_sharding(4, None).shard_map(BLOCK_TOKENS, "cpu")
+    num_pairs_of_ranks = [int(shard_map.ranges(rank, 1).pairs()) for rank in range(4)]
+    num_tokens = 2 * 4 * BLOCK_TOKENS * 2
+    assert (
+        len(set(num_pairs_of_ranks)) == 1
+        and sum(num_pairs_of_ranks) == num_tokens * (num_tokens + 1) // 2
+    )

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 from marks import mark_slow_except
-from shards import BLOCK, assert_same_gradients, make_model
-from tiny import FULL, SPARSE, tokens
+from shards import BLOCK_TOKENS, assert_same_gradients, make_model
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,15 +24,15 @@ from cab_hf.plan import KeyRanges
 
 PACKED_BOUNDARIES = [0, 70, 71, 300, 655]
 CONFIGS = {
-    "sparse": SPARSE,
-    "no-hops": replace(SPARSE, redundancy=0),
-    "full": FULL,
-    "some-documents-exact": replace(SPARSE, min_length=300),
-    "a-dense-layer": replace(SPARSE, dense_layers=(1,)),
-    "streaming": SPARSE.changed(predictor="streaming"),
-    "cascade": replace(SPARSE, predictor="cascade", anchors=(0,)),
+    "sparse": SPARSE_CONFIG,
+    "no-hops": replace(SPARSE_CONFIG, redundancy=0),
+    "full": FULL_BUDGET_CONFIG,
+    "some-documents-exact": replace(SPARSE_CONFIG, min_length=300),
+    "a-dense-layer": replace(SPARSE_CONFIG, dense_layers=(1,)),
+    "streaming": SPARSE_CONFIG.changed(predictor="streaming"),
+    "cascade": replace(SPARSE_CONFIG, predictor="cascade", anchors=(0,)),
     "cascade-exact": replace(
-        SPARSE,
+        SPARSE_CONFIG,
         **{"predictor": "cascade", "anchors": (0,), "outlier_queries": 4},
         head_map=((0,) * 6, (5, 0, 0, 1, 4, 2)),
         min_length=300,
@@ -40,67 +40,75 @@ CONFIGS = {
 }
 # RoPE frequencies depend on the largest position, which only one rank has: with 400 tokens on two
 # ranks, the first rank has the last token, and the second rank has tokens 128 to 383
-DYNAMIC_ROPE = {
+DYNAMIC_ROPE_FIELDS = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "max_position_embeddings": 128,
 }
-LONGROPE = {
+LONGROPE_FIELDS = {
     "rope_parameters": {
         **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0},
         **{"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
         "original_max_position_embeddings": 390,
     }
 }
-ROUTER_LOSS = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
+ROUTER_LOSS_FIELDS = {
+    "family": "mixtral",
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
 
 
-def make_batch(length, ends=None, rows=2):
-    ids = tokens(rows, length)
-    labels = ids.clone()
+def make_batch(num_tokens, cu_seqlens=None, num_rows=2):
+    input_ids = tokens(num_rows, num_tokens)
+    labels = input_ids.clone()
     labels[:, :7] = -100
-    batch = {"input_ids": ids, "labels": labels}
-    if ends is not None:
-        batch["cu_seq_lens_q"] = torch.tensor(ends, dtype=torch.int32)
+    batch = {"input_ids": input_ids, "labels": labels}
+    if cu_seqlens is not None:
+        batch["cu_seq_lens_q"] = torch.tensor(cu_seqlens, dtype=torch.int32)
     return batch
 
 
-def run_step(model, inputs):
+def run_training_step(model, inputs):
     """Return (loss, logits, gradients of all parameters by name)."""
     outputs = model(**inputs, use_cache=False)
     # run backward in another thread, as autograd does for CUDA tensors
-    with ThreadPoolExecutor(1) as autograd:
-        autograd.submit(outputs.loss.backward).result()
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    with ThreadPoolExecutor(1) as autograd_thread:
+        autograd_thread.submit(outputs.loss.backward).result()
+    gradients = {
+        parameter_name: parameter.grad for parameter_name, parameter in model.named_parameters()
+    }
     return outputs.loss.detach(), outputs.logits.detach(), gradients
 
 
-def run_step_of_rank(group, batch, model_fields, settings):
+def run_training_step_of_rank(group, batch, model_fields, parallel_settings):
     """Run a step on a shard; return (own loss, logits of all ranks, own gradients by name).
 
-    ``model_fields`` are the arguments of `make_model`. ``settings`` are arguments of
+    ``model_fields`` are the arguments of `make_model`. ``parallel_settings`` are arguments of
     `context_parallel`, and "checkpointing".
     """
     model = make_model(**model_fields).train()
-    if settings.get("checkpointing"):
+    if parallel_settings.get("checkpointing"):
         model.gradient_checkpointing_enable()
     # gather one KV head at a time, so that the next all-gather overlaps with attention
-    options = {"heads_k_stride": 1, **settings}
-    options.pop("checkpointing", None)
-    with cab_hf.context_parallel(model, group, block=BLOCK, **options):
-        inputs = distributed.shard(batch, group, BLOCK)
-        loss, logits, gradients = run_step(model, inputs)
-    all_logits = distributed.unshard(logits, inputs["cu_seq_lens_q"], group, block=BLOCK)
+    context_arguments = {"heads_k_stride": 1, **parallel_settings}
+    context_arguments.pop("checkpointing", None)
+    with cab_hf.context_parallel(model, group, block=BLOCK_TOKENS, **context_arguments):
+        inputs = distributed.shard(batch, group, BLOCK_TOKENS)
+        loss, logits, gradients = run_training_step(model, inputs)
+    all_logits = distributed.unshard(logits, inputs["cu_seq_lens_q"], group, block=BLOCK_TOKENS)
     return loss, all_logits, gradients
 
 
-def run_step_in_one_process(batch, model_fields):
+def run_training_step_in_one_process(batch, model_fields):
     model = make_model(**model_fields).train()
     batch = dict(batch)
     if "cu_seq_lens_q" in batch:
-        ends = batch["cu_seq_lens_q"].tolist()
-        lengths = [end - start for start, end in pairwise(ends)]
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    return run_step(model, batch)
+        boundaries = batch["cu_seq_lens_q"].tolist()
+        document_lengths = [end - start for start, end in pairwise(boundaries)]
+        batch["position_ids"] = torch.cat(
+            [torch.arange(document_length) for document_length in document_lengths]
+        )[None]
+    return run_training_step(model, batch)
 
 
 def assert_same_step(actual, expected):
@@ -109,69 +117,73 @@ def assert_same_step(actual, expected):
     The logits of each rank must equal the logits of one process.
     """
     loss, logits, gradients = expected
-    losses = torch.stack([loss_of_rank for loss_of_rank, _, _ in actual])
-    assert losses.sum() == pytest.approx(float(loss), rel=1e-5)
+    losses_of_ranks = torch.stack([loss_of_rank for loss_of_rank, _, _ in actual])
+    assert losses_of_ranks.sum() == pytest.approx(float(loss), rel=1e-5)
     for _, logits_of_rank, _ in actual:
         assert (logits_of_rank - logits).abs().max() <= 1e-4 * logits.abs().max()
     assert_same_gradients([gradients_of_rank for _, _, gradients_of_rank in actual], gradients)
 
 
-def cab_model_fields(config=SPARSE, **fields):
-    """Return arguments of `model_of` for a model with attn_implementation "cab"."""
+def make_cab_model_fields(config=SPARSE_CONFIG, **fields):
+    """Return arguments of `make_model` for a model with attn_implementation "cab"."""
     return {"implementation": "cab", "config": config, **fields}
 
 
-@pytest.mark.parametrize("ends", [None, PACKED_BOUNDARIES], ids=["one-document", "packed"])
-@pytest.mark.parametrize("config", mark_slow_except(CONFIGS, 0, 2, 3, 7))
-def test_training_step_equals_single_process(ranks, config, ends):
-    batch, model_fields = make_batch(655, ends), cab_model_fields(CONFIGS[config])
-    actual = ranks.run(4, run_step_of_rank, batch, model_fields, {})
-    assert_same_step(actual, run_step_in_one_process(batch, model_fields))
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED_BOUNDARIES], ids=["one-document", "packed"])
+@pytest.mark.parametrize("config_name", mark_slow_except(CONFIGS, 0, 2, 3, 7))
+def test_training_step_equals_single_process(ranks, config_name, cu_seqlens):
+    batch, model_fields = make_batch(655, cu_seqlens), make_cab_model_fields(CONFIGS[config_name])
+    actual = ranks.run(4, run_training_step_of_rank, batch, model_fields, {})
+    assert_same_step(actual, run_training_step_in_one_process(batch, model_fields))
 
 
 @pytest.mark.parametrize(
-    ("model_fields", "settings", "world"),
+    ("model_fields", "parallel_settings", "world_size"),
     [
         pytest.param({"implementation": "cab_dense"}, {}, 2, id="cab_dense"),
-        pytest.param(cab_model_fields(), {"checkpointing": True}, 2, id="checkpointing"),
+        pytest.param(make_cab_model_fields(), {"checkpointing": True}, 2, id="checkpointing"),
         # with as many KV heads as query heads, engines save K and V without repeating heads
         pytest.param(
-            cab_model_fields(num_key_value_heads=6),
+            make_cab_model_fields(num_key_value_heads=6),
             {"checkpointing": True},
             2,
             id="checkpointing-of-own-keys",
         ),
         pytest.param(
-            cab_model_fields(CONFIGS["cascade"]),
+            make_cab_model_fields(CONFIGS["cascade"]),
             {"checkpointing": True},
             2,
             id="cascade-checkpointed",
         ),
-        pytest.param(cab_model_fields(), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
+        pytest.param(make_cab_model_fields(), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
         # ranks draw different random blocks, unless sampled_one_in=1 samples all blocks
-        pytest.param(cab_model_fields(replace(SPARSE, sampled_one_in=1)), {}, 2, id="all-sampled"),
-        pytest.param(cab_model_fields(), {}, 1, id="alone"),
-        pytest.param(cab_model_fields(family="mistral-sliding"), {}, 4, id="a-sliding-window"),
-        pytest.param(cab_model_fields(family="qwen3-some-sliding"), {}, 2, id="some-sliding"),
-        pytest.param(cab_model_fields(family="granite-swa"), {}, 2, id="sinks"),
-        pytest.param(cab_model_fields(**DYNAMIC_ROPE), {}, 2, id="dynamic-rope"),
-        pytest.param(cab_model_fields(**LONGROPE), {"checkpointing": True}, 2, id="longrope"),
-        pytest.param(cab_model_fields(**ROUTER_LOSS), {}, 2, id="a-router-loss"),
         pytest.param(
-            cab_model_fields(**ROUTER_LOSS),
+            make_cab_model_fields(replace(SPARSE_CONFIG, sampled_one_in=1)), {}, 2, id="all-sampled"
+        ),
+        pytest.param(make_cab_model_fields(), {}, 1, id="alone"),
+        pytest.param(make_cab_model_fields(family="mistral-sliding"), {}, 4, id="a-sliding-window"),
+        pytest.param(make_cab_model_fields(family="qwen3-some-sliding"), {}, 2, id="some-sliding"),
+        pytest.param(make_cab_model_fields(family="granite-swa"), {}, 2, id="sinks"),
+        pytest.param(make_cab_model_fields(**DYNAMIC_ROPE_FIELDS), {}, 2, id="dynamic-rope"),
+        pytest.param(
+            make_cab_model_fields(**LONGROPE_FIELDS), {"checkpointing": True}, 2, id="longrope"
+        ),
+        pytest.param(make_cab_model_fields(**ROUTER_LOSS_FIELDS), {}, 2, id="a-router-loss"),
+        pytest.param(
+            make_cab_model_fields(**ROUTER_LOSS_FIELDS),
             {"checkpointing": True},
             4,
             id="a-router-loss-checkpointed",
         ),
         pytest.param(
-            cab_model_fields(FULL, **ROUTER_LOSS),
+            make_cab_model_fields(FULL_BUDGET_CONFIG, **ROUTER_LOSS_FIELDS),
             {"ends": [0, 70, 71, 300, 400]},
             2,
             id="a-router-loss-packed",
         ),
         # RoPE frequencies depend on the longest document
         pytest.param(
-            cab_model_fields(FULL, **DYNAMIC_ROPE),
+            make_cab_model_fields(FULL_BUDGET_CONFIG, **DYNAMIC_ROPE_FIELDS),
             {"ends": [0, 70, 71, 200, 400]},
             4,
             id="dynamic-rope-packed",
@@ -179,61 +191,73 @@ def test_training_step_equals_single_process(ranks, config, ends):
     ],
 )
 def test_training_step_of_other_models_and_settings_equals_single_process(
-    ranks, model_fields, settings, world
+    ranks, model_fields, parallel_settings, world_size
 ):
-    settings = dict(settings)
-    batch = make_batch(400, settings.pop("ends", None))
-    actual = ranks.run(world, run_step_of_rank, batch, model_fields, settings)
-    assert_same_step(actual, run_step_in_one_process(batch, model_fields))
+    parallel_settings = dict(parallel_settings)
+    batch = make_batch(400, parallel_settings.pop("ends", None))
+    actual = ranks.run(
+        world_size, run_training_step_of_rank, batch, model_fields, parallel_settings
+    )
+    assert_same_step(actual, run_training_step_in_one_process(batch, model_fields))
 
 
-def count_cached_after_each_pass(group, batch):
+def count_cached_entries_after_passes(group, batch):
     """Return the number of cached entries in all living `KeyRanges` after each of three passes."""
-    model, counts = make_model("cab", CONFIGS["some-documents-exact"]), []
+    model, cached_entry_counts = make_model("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
-        with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
-            model(**distributed.shard(batch, group, BLOCK), use_cache=False)
+        with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK_TOKENS):
+            model(**distributed.shard(batch, group, BLOCK_TOKENS), use_cache=False)
         gc.collect()
-        counts.append(sum(len(x._cache) for x in gc.get_objects() if isinstance(x, KeyRanges)))
-    return counts
+        cached_entry_counts.append(
+            sum(
+                len(live_object._cache)
+                for live_object in gc.get_objects()
+                if isinstance(live_object, KeyRanges)
+            )
+        )
+    return cached_entry_counts
 
 
 def test_forward_pass_frees_its_caches(ranks):
     for first_count, *later_counts in ranks.run(
-        2, count_cached_after_each_pass, make_batch(655, PACKED_BOUNDARIES)
+        2, count_cached_entries_after_passes, make_batch(655, PACKED_BOUNDARIES)
     ):
         assert later_counts == [first_count, first_count]
 
 
-def generate_on_rank(group, ids):
+def generate_on_rank(group, input_ids):
     """Prefill a sharded sequence, gather its cache and generate, as `whole_cache` describes."""
-    model = make_model("cab", SPARSE)
-    with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
-        inputs = distributed.shard({"input_ids": ids}, group, BLOCK)
+    model = make_model("cab", SPARSE_CONFIG)
+    with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK_TOKENS):
+        inputs = distributed.shard({"input_ids": input_ids}, group, BLOCK_TOKENS)
         cache = model(**inputs, use_cache=True).past_key_values
-    cache = distributed.whole_cache(cache, inputs["cu_seq_lens_q"], group, BLOCK)
+    cache = distributed.whole_cache(cache, inputs["cu_seq_lens_q"], group, BLOCK_TOKENS)
     # run the call that the docstring of `whole_cache` shows
-    (call,) = re.findall(r"``(cache\.crop\(.*?\))``", distributed.whole_cache.__doc__)
-    eval(call, {"cache": cache, "N": ids.shape[1]})
-    return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    (crop_call,) = re.findall(r"``(cache\.crop\(.*?\))``", distributed.whole_cache.__doc__)
+    eval(crop_call, {"cache": cache, "N": input_ids.shape[1]})
+    return model.generate(input_ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
 
 
 def test_generation_continues_from_sharded_prefill(ranks):
-    ids = tokens(1, 333)
-    expected = make_model("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
-    for actual in ranks.run(4, generate_on_rank, ids):
+    input_ids = tokens(1, 333)
+    expected = make_model("cab", SPARSE_CONFIG).generate(
+        input_ids, max_new_tokens=8, do_sample=False
+    )
+    for actual in ranks.run(4, generate_on_rank, input_ids):
         assert torch.equal(actual, expected)
 
 
 def test_unshard_inverts_shard(ranks):
     batch = make_batch(655, PACKED_BOUNDARIES)
-    for ids in ranks.run(4, shard_and_unshard_ids, batch):
-        assert torch.equal(ids, batch["input_ids"])
+    for unsharded_ids in ranks.run(4, shard_and_unshard_ids, batch):
+        assert torch.equal(unsharded_ids, batch["input_ids"])
 
 
 def shard_and_unshard_ids(group, batch):
-    shard = distributed.shard(batch, group, BLOCK)
-    return distributed.unshard(shard["input_ids"], shard["cu_seq_lens_q"], group, block=BLOCK)
+    sharded_batch = distributed.shard(batch, group, BLOCK_TOKENS)
+    return distributed.unshard(
+        sharded_batch["input_ids"], sharded_batch["cu_seq_lens_q"], group, block=BLOCK_TOKENS
+    )
 
 
 def test_shard_of_handwritten_batch(ranks):
@@ -263,46 +287,54 @@ def shard_batch(group, batch):
     return distributed.shard(batch, group, 16)
 
 
-def compute_gradients_of_wrapped_model(group, batches, wrapper):
+def compute_gradients_of_wrapped_model(group, batches, wrapper_name):
     """Return gradients of a step on two sequences, each sharded over two of four ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = WRAPPERS[wrapper](make_model("cab", SPARSE).train())
-    batch, sequence_group = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
-    with cab_hf.context_parallel(model, sequence_group, block=BLOCK):
-        inputs = distributed.shard(batch, sequence_group, BLOCK)
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = WRAPPER_FUNCTIONS[wrapper_name](make_model("cab", SPARSE_CONFIG).train())
+    batch, sequence_group = batches[device_mesh.get_local_rank("dp")], device_mesh.get_group("cp")
+    with cab_hf.context_parallel(model, sequence_group, block=BLOCK_TOKENS):
+        inputs = distributed.shard(batch, sequence_group, BLOCK_TOKENS)
         # factor 2: the wrapper averages gradients over four ranks, and two ranks share a sequence
         loss = 2 * model(**inputs, use_cache=False).loss
         loss.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {
+        parameter_name: parameter.grad for parameter_name, parameter in model.named_parameters()
+    }
     return {
-        name.removeprefix("module."): grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in gradients.items()
+        parameter_name.removeprefix("module."): gradient.full_tensor()
+        if isinstance(gradient, DTensor)
+        else gradient
+        for parameter_name, gradient in gradients.items()
     }
 
 
 def apply_fsdp(model):
-    mesh = init_device_mesh("cpu", (4,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    device_mesh = init_device_mesh("cpu", (4,))
+    for decoder_layer in model.model.layers:
+        fully_shard(decoder_layer, mesh=device_mesh)
+    return fully_shard(model, mesh=device_mesh)
 
 
-WRAPPERS = {
+WRAPPER_FUNCTIONS = {
     "ddp": DistributedDataParallel,
     "fsdp2": apply_fsdp,
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_data_parallel_wrappers_match_single_process(start_ranks, wrapper):
+@pytest.mark.parametrize("wrapper_name", WRAPPER_FUNCTIONS)
+def test_data_parallel_wrappers_match_single_process(start_ranks, wrapper_name):
     batches = [make_batch(400), make_batch(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
     # start exactly four processes, because wrappers communicate with all processes
-    actual = start_ranks(4).run(4, compute_gradients_of_wrapped_model, batches, wrapper)
-    first_gradients, second_gradients = (
-        run_step_in_one_process(batch, cab_model_fields())[2] for batch in batches
+    gradients_of_ranks = start_ranks(4).run(
+        4, compute_gradients_of_wrapped_model, batches, wrapper_name
     )
-    for name in first_gradients:
-        expected = (first_gradients[name] + second_gradients[name]) / 2
-        for gradients in actual:
-            assert (gradients[name] - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+    first_gradients, second_gradients = (
+        run_training_step_in_one_process(batch, make_cab_model_fields())[2] for batch in batches
+    )
+    for parameter_name in first_gradients:
+        expected = (first_gradients[parameter_name] + second_gradients[parameter_name]) / 2
+        for gradients in gradients_of_ranks:
+            assert (
+                gradients[parameter_name] - expected
+            ).abs().max() <= 1e-4 * expected.abs().max(), parameter_name

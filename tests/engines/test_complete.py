@@ -21,45 +21,51 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import complete
 from cab_hf.plan import KeyRanges
 
-FOUR_HEADS = {"heads": 4, "kv_heads": 2}
-TWO_HEADS = {"heads": 2, "kv_heads": 1}
-DENSE_TAIL = {"dense_rows": "tail"}
+FOUR_HEADS_SHAPE = {"heads": 4, "kv_heads": 2}
+TWO_HEADS_SHAPE = {"heads": 2, "kv_heads": 1}
+DENSE_TAIL_FIELDS = {"dense_rows": "tail"}
 CASES = [
-    pytest.param(TWO_HEADS | {"q_length": 105, "dense_rows": [[3, 1]]}, (32, 16), id="rows"),
+    pytest.param(TWO_HEADS_SHAPE | {"q_length": 105, "dense_rows": [[3, 1]]}, (32, 16), id="rows"),
     pytest.param(
-        FOUR_HEADS | DENSE_TAIL | {"q_length": 45, "plan_heads": 2}, (32, 16), id="plan-of-groups"
+        FOUR_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 45, "plan_heads": 2},
+        (32, 16),
+        id="plan-of-groups",
     ),
     pytest.param(
-        TWO_HEADS | DENSE_TAIL | {"q_length": 45, "plan_heads": 1}, (32, 16), id="one-plan"
+        TWO_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 45, "plan_heads": 1},
+        (32, 16),
+        id="one-plan",
     ),
     pytest.param(
-        TWO_HEADS | DENSE_TAIL | {"q_length": 63, "kv_length": 111},
+        TWO_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 63, "kv_length": 111},
         (32, 16),
         id="tail-of-a-chunk",
     ),
     pytest.param(
-        TWO_HEADS | {"q_length": 75, "batch": 2, "dense_rows": [[-1, 2, 0], [-1, -1, -1]]},
+        TWO_HEADS_SHAPE | {"q_length": 75, "batch": 2, "dense_rows": [[-1, 2, 0], [-1, -1, -1]]},
         (32, 16),
         id="rows-of-one-sequence",
     ),
     pytest.param(
-        TWO_HEADS | DENSE_TAIL | {"q_length": 75, "layout": "padded", "batch": 2},
+        TWO_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 75, "layout": "padded", "batch": 2},
         (32, 16),
         id="padded",
     ),
     pytest.param(
-        TWO_HEADS | DENSE_TAIL | {"q_length": 130, "layout": "packed"},
+        TWO_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 130, "layout": "packed"},
         (32, 16),
         id="packed",
     ),
     pytest.param(
-        TWO_HEADS | DENSE_TAIL | {"q_length": 70, "layout": "packed", "batch": 2},
+        TWO_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 70, "layout": "packed", "batch": 2},
         (16, 32),
         id="packed-wide-keys",
     ),
-    pytest.param(TWO_HEADS | DENSE_TAIL | {"q_length": 50, "dim": 264}, (32, 16), id="split"),
+    pytest.param(
+        TWO_HEADS_SHAPE | DENSE_TAIL_FIELDS | {"q_length": 50, "dim": 264}, (32, 16), id="split"
+    ),
 ]
-over_all_cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
+parametrize_cases = pytest.mark.parametrize(("shape", "block_sizes"), CASES)
 
 
 def list_all_blocks(plan):
@@ -70,26 +76,28 @@ def list_all_blocks(plan):
 
 
 @pytest.fixture
-def plan():
+def diagonal_plan():
     """Return a plan of 6 queries and keys, 2 heads and 2 x 2 blocks, with diagonal blocks only."""
     is_selected = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     ranges = KeyRanges.causal(1, 6, 6, "cpu")
-    rows = torch.tensor([[2, -1]])
-    return BlockPlan.from_dense(is_selected, ranges, query_block=2, key_block=2, dense_rows=rows)
+    dense_rows = torch.tensor([[2, -1]])
+    return BlockPlan.from_dense(
+        is_selected, ranges, query_block=2, key_block=2, dense_rows=dense_rows
+    )
 
 
-def test_dense_rows_are_attended_without_lists(plan):
-    assert_valid_plan(plan)
-    assert plan.partial.counts.tolist() == [[[1, 1, 0], [1, 1, 0]]]
-    assert plan.full.counts.sum() == 0
-    assert plan.to_dense()[0].int().tolist() == [[[1, 0, 0], [0, 1, 0], [1, 1, 1]]] * 2
-    assert int(plan.token_mask()[0, 0].sum()) == 3 + 3 + 11
-    assert tuple(map(int, plan.pairs())) == (17 + 17, 42)
+def test_dense_rows_are_attended_without_lists(diagonal_plan):
+    assert_valid_plan(diagonal_plan)
+    assert diagonal_plan.partial.counts.tolist() == [[[1, 1, 0], [1, 1, 0]]]
+    assert diagonal_plan.full.counts.sum() == 0
+    assert diagonal_plan.to_dense()[0].int().tolist() == [[[1, 0, 0], [0, 1, 0], [1, 1, 1]]] * 2
+    assert int(diagonal_plan.token_mask()[0, 0].sum()) == 3 + 3 + 11
+    assert tuple(map(int, diagonal_plan.pairs())) == (17 + 17, 42)
 
 
-@over_all_cases
-def test_dense_rows_equal_listed_blocks(shape, blocks):
-    *_, plan = make_case("cpu", torch.float32, blocks, **shape)
+@parametrize_cases
+def test_dense_rows_equal_listed_blocks(shape, block_sizes):
+    *_, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     listed_plan = list_all_blocks(plan)
     assert torch.equal(plan.token_mask(), listed_plan.token_mask())
     assert torch.equal(plan.token_mask(5, 41, 30), listed_plan.token_mask(5, 41, 30))
@@ -99,33 +107,35 @@ def test_dense_rows_equal_listed_blocks(shape, blocks):
 def test_split_keys_end_at_key_block_borders():
     """Split keys for a chunk that starts inside a block; key blocks exceed `DENSE_BLOCK_SIZE`."""
     ranges = KeyRanges.causal(1, 128, 9788, "cpu")
-    rows = ranges.tail_rows(128, 128)
-    *_, plan = complete._gather_dense_rows(ranges, rows, (128, 256), 2)
+    dense_rows = ranges.tail_rows(128, 128)
+    *_, plan = complete._gather_dense_rows(ranges, dense_rows, (128, 256), 2)
     assert_valid_plan(plan)
 
 
-@over_all_cases
-def test_dense_rows_of_reference_equal_listed_blocks(shape, blocks):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
+@parametrize_cases
+def test_dense_rows_of_reference_equal_listed_blocks(shape, block_sizes):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     actual = run_with_gradients(
-        engines.REFERENCE.attention, (q, k, v), grad=grad, plan=plan, scale=0.2
+        engines.REFERENCE.attention, (q, k, v), grad_out=grad, plan=plan, scale=0.2
     )
-    for name, expected in run_with_gradients(
-        reference.attention, (q, k, v), grad=grad, plan=list_all_blocks(plan), scale=0.2
+    for tensor_name, expected in run_with_gradients(
+        reference.attention, (q, k, v), grad_out=grad, plan=list_all_blocks(plan), scale=0.2
     ).items():
-        assert torch.equal(actual[name], expected), name
+        assert torch.equal(actual[tensor_name], expected), tensor_name
 
 
-@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 0, 1, 3, 6, 8))
-def test_dense_rows_of_kernels_equal_reference(shape, blocks):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
+@pytest.mark.parametrize(("shape", "block_sizes"), mark_slow_except(CASES, 0, 1, 3, 6, 8))
+def test_dense_rows_of_kernels_equal_reference(shape, block_sizes):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
+    assert_engine_within_budget(
+        engines.TRITON.attention, q, k, v, grad_out=grad, plan=plan, scale=0.2
+    )
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize(("shape", "blocks"), [CASES[0], CASES[4], CASES[5]])
-def test_inference_output_equals_training_output(shape, blocks, return_lse):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
+@pytest.mark.parametrize(("shape", "block_sizes"), [CASES[0], CASES[4], CASES[5]])
+def test_inference_output_equals_training_output(shape, block_sizes, return_lse):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     training_results = engines.TRITON.attention(
         q.requires_grad_(), k, v, plan, scale=0.2, return_lse=return_lse
     )
@@ -139,14 +149,14 @@ def test_inference_output_equals_training_output(shape, blocks, return_lse):
 
 @pytest.mark.parametrize("return_lse", mark_slow_except([False, True], 1))
 @pytest.mark.parametrize(
-    ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
+    ("shape", "block_sizes"), [case for case in CASES if "dim" not in case.values[0]]
 )
-def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, monkeypatch):
+def test_split_keys_of_dense_rows_equal_reference(shape, block_sizes, return_lse, monkeypatch):
     """Dense rows are split along the keys, because few rows would leave multiprocessors idle."""
-    q, k, v, _, plan = make_case("cpu", torch.float32, blocks, **shape)
+    q, k, v, _, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     monkeypatch.setattr(complete, "MERGE_DEVICE_TYPES", ("cpu",))
-    monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(complete, "DENSE_BLOCK_SIZE", max(blocks))
+    monkeypatch.setattr(complete, "MIN_KEYS_PER_SPLIT", 16)
+    monkeypatch.setattr(complete, "DENSE_BLOCK_SIZE", max(block_sizes))
     gather_mock = Mock(wraps=complete._gather_dense_rows)
     monkeypatch.setattr(complete, "_gather_dense_rows", gather_mock)
     actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=return_lse)
@@ -160,9 +170,9 @@ def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "blocks"), CASES[5:6])
-def test_dense_rows_of_flex_equal_reference(shape, blocks):
-    q, k, v, _, plan = make_case("cpu", torch.float32, blocks, **shape)
+@pytest.mark.parametrize(("shape", "block_sizes"), CASES[5:6])
+def test_dense_rows_of_flex_equal_reference(shape, block_sizes):
+    q, k, v, _, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     with torch.no_grad():
         actual = engines.FLEX.attention(q, k, v, plan, scale=0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
@@ -171,15 +181,15 @@ def test_dense_rows_of_flex_equal_reference(shape, blocks):
 
 
 def test_layers_share_the_plan_of_dense_rows(monkeypatch):
-    q, k, v = qkv(q_length=60, **FOUR_HEADS)
+    q, k, v = qkv(q_length=60, **FOUR_HEADS_SHAPE)
     ranges = KeyRanges.causal(1, 60, 60, "cpu")
     causal_mock = Mock(wraps=BlockPlan.causal)
     monkeypatch.setattr(BlockPlan, "causal", causal_mock)
     is_selected = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
-        rows = ranges.tail_rows(32, 32)
+        dense_rows = ranges.tail_rows(32, 32)
         plan = BlockPlan.from_dense(
-            is_selected, ranges, query_block=32, key_block=16, dense_rows=rows
+            is_selected, ranges, query_block=32, key_block=16, dense_rows=dense_rows
         )
         engines.TRITON.attention(q, k, v, plan, scale=0.2)
     assert causal_mock.call_count == 1
@@ -188,30 +198,34 @@ def test_layers_share_the_plan_of_dense_rows(monkeypatch):
 def test_plan_without_dense_rows_is_passed_unchanged():
     q, k, v = qkv(q_length=70)
     plan = random_plan(q, k, (32, 16))
-    calls = []
+    arguments_of_calls = []
     complete.attention(
-        lambda *args, **options: calls.append(args) or args[0],
+        lambda *args, **options: arguments_of_calls.append(args) or args[0],
         q=q,
         k=k,
         v=v,
         plan=plan,
         scale=0.2,
     )
-    assert len(calls) == 1 and calls[0][0] is q and calls[0][3] is plan
+    assert (
+        len(arguments_of_calls) == 1
+        and arguments_of_calls[0][0] is q
+        and arguments_of_calls[0][3] is plan
+    )
 
 
-def test_tail_rows_follow_from_lengths():
+def test_tail_rows_equal_hand_computed_rows():
     assert KeyRanges.causal(2, 100, 130, "cpu").tail_rows(32, 32).tolist() == [[2, 3]] * 2
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
     assert KeyRanges.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(0, 32) is None
-    padded = make_block_layout(
+    padded_ranges = make_block_layout(
         "padded", batch=2, length=100, kv_length=100, align=32, device="cpu"
     ).ranges
-    assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
-    packed = make_block_layout(
+    assert padded_ranges.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
+    packed_ranges = make_block_layout(
         "packed", batch=1, length=100, kv_length=100, align=32, device="cpu"
     ).ranges
     # documents of 33 and 67 tokens: each has its own tail rows
-    assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
-    assert replace(packed, documents=None).tail_rows(32, 32) is None
+    assert packed_ranges.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
+    assert replace(packed_ranges, documents=None).tail_rows(32, 32) is None

@@ -21,13 +21,13 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex, traced
 from cab_hf.plan import BlockIndices, KeyRanges
 
-SHAPES = [
+SHAPE_CASES = [
     pytest.param({"q_length": 256}, id="even"),
     pytest.param({"q_length": 63, "kv_length": 111}, id="chunk"),
     pytest.param({"q_length": 205, "heads": 3, "kv_heads": 1}, id="odd-group-3"),
     pytest.param({"q_length": 130, "heads": 2, "kv_heads": 2, "batch": 3}, id="batch"),
 ]
-BLOCKS = [
+BLOCK_SIZE_CASES = [
     pytest.param((64, 32), id="64x32"),
     pytest.param((32, 64), id="32x64"),
 ]
@@ -35,8 +35,8 @@ BLOCKS = [
 
 def make_block_mask(plan, device, training=False):
     """Return the `BlockMask` of FlexAttention for a plan."""
-    tables = flex.make_block_tables(plan, plan.heads, device, training)
-    return flex.block_mask(tables, plan.q_length, plan.kv_length)
+    block_tables = flex.make_block_tables(plan, plan.heads, device, training)
+    return flex.make_block_mask(block_tables, plan.q_length, plan.kv_length)
 
 
 def attend_by_loop(q, k, v, *, plan, scale):
@@ -46,7 +46,7 @@ def attend_by_loop(q, k, v, *, plan, scale):
         (output [B, H, N, D], log-sum-exp [B, H, N]).
     """
     q, k, v = (x.double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
+    query_heads_per_kv_head = q.shape[1] // k.shape[1]
     heads_per_plan_head = q.shape[1] // plan.heads
     mask = plan.token_mask()
     out = torch.zeros_like(q)
@@ -54,24 +54,28 @@ def attend_by_loop(q, k, v, *, plan, scale):
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         is_visible = mask[b, h // heads_per_plan_head, i]
         if is_visible.any():
-            logits = k[b, h // group, is_visible] @ q[b, h, i] * scale
+            logits = k[b, h // query_heads_per_kv_head, is_visible] @ q[b, h, i] * scale
             lse[b, h, i] = logits.logsumexp(0)
-            out[b, h, i] = logits.softmax(0) @ v[b, h // group, is_visible]
+            out[b, h, i] = logits.softmax(0) @ v[b, h // query_heads_per_kv_head, is_visible]
     return out, lse
 
 
 @pytest.mark.parametrize(
-    ("shape", "blocks", "heads"),
+    ("shape", "block_sizes", "plan_heads"),
     [
-        *((shape.values[0], blocks.values[0], None) for shape in SHAPES for blocks in BLOCKS),
+        *(
+            (shape.values[0], blocks.values[0], None)
+            for shape in SHAPE_CASES
+            for blocks in BLOCK_SIZE_CASES
+        ),
         *(({"q_length": 63, "kv_length": 111}, (32, 16), heads) for heads in (1, 2, 3, 6)),
     ],
     ids=str,
 )
-def test_reference_equals_loop_over_queries(shape, blocks, heads):
+def test_reference_equals_loop_over_queries(shape, block_sizes, plan_heads):
     """Compare also plans with fewer heads than q: each plan head applies to several query heads."""
     q, k, v = qkv(**shape)
-    plan = random_plan(q, k, blocks, heads=heads)
+    plan = random_plan(q, k, block_sizes, num_plan_heads=plan_heads)
     assert_valid_plan(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, scale=0.3, return_lse=True)
     expected = attend_by_loop(q, k, v, plan=plan, scale=0.3)
@@ -81,7 +85,7 @@ def test_reference_equals_loop_over_queries(shape, blocks, heads):
 
 def test_plan_heads_that_do_not_divide_query_heads_raise():
     q, k, v = qkv(q_length=63)
-    plan = random_plan(q, k, (32, 16), heads=4)
+    plan = random_plan(q, k, (32, 16), num_plan_heads=4)
     with pytest.raises(ValueError, match="divides the 6 heads of q, got 4"):
         reference.attention(q, k, v, plan, scale=0.3)
 
@@ -107,26 +111,28 @@ def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
 PLAN_KINDS = ["plain", "dense-rows", "sampled", "plan-of-groups", "not-finite", "softcap"]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", PLAN_KINDS)
-def test_traced_op_equals_reference(kind, shape):
+@pytest.mark.parametrize("shape", SHAPE_CASES)
+@pytest.mark.parametrize("plan_kind", PLAN_KINDS)
+def test_traced_op_equals_reference(plan_kind, shape):
     """Compare the custom op that is used under torch.compile, forward and backward."""
     q, k, v = qkv(**shape)
-    dense_rows = torch.tensor([[0, -1]] * len(q)) if kind == "dense-rows" else None
-    plan_heads = k.shape[1] if kind == "plan-of-groups" else None
-    plan = random_plan(q, k, (32, 16), heads=plan_heads, dense_rows=dense_rows)
-    if kind == "sampled":
+    dense_rows = torch.tensor([[0, -1]] * len(q)) if plan_kind == "dense-rows" else None
+    plan_heads = k.shape[1] if plan_kind == "plan-of-groups" else None
+    plan = random_plan(q, k, (32, 16), num_plan_heads=plan_heads, dense_rows=dense_rows)
+    if plan_kind == "sampled":
         plan = plan.with_sample(3, torch.tensor(5))
-    if kind == "not-finite":
+    if plan_kind == "not-finite":
         # some heads list the block of the NaN key for some query blocks
         k[:, :, 20] = torch.nan
 
-    def compute_results(attend):
+    def compute_results(attention_function):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        options = {"scale": 0.3, "softcap": 3.0 if kind == "softcap" else None}
-        out, lse = attend(inputs[0], inputs[1], inputs[2], plan=plan, return_lse=True, **options)
+        logit_options = {"scale": 0.3, "softcap": 3.0 if plan_kind == "softcap" else None}
+        out, lse = attention_function(
+            inputs[0], inputs[1], inputs[2], plan=plan, return_lse=True, **logit_options
+        )
         gradients = torch.autograd.grad(out, inputs, qkv(**shape, seed=9)[0])
-        if kind == "not-finite":
+        if plan_kind == "not-finite":
             # gradients of k and v are undefined for rows that attend to the NaN key
             gradients = [gradients[0].where(out.isfinite(), 0.0)]
         return out.detach(), lse.detach(), *gradients
@@ -141,24 +147,24 @@ def test_traced_op_passes_opcheck():
     """Run `torch.library.opcheck` on the custom op: shapes, strides and gradients."""
     q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
     plan = random_plan(q, k, (32, 16))
-    op = traced._attention_op
-    recorder = Mock(wraps=op)
+    attention_op = traced._attention_op
+    attention_op_mock = Mock(wraps=attention_op)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(traced, "_attention_op", recorder)
+        monkeypatch.setattr(traced, "_attention_op", attention_op_mock)
         traced.attention(q, k, v, plan, scale=0.3, return_lse=True)
-    (call,) = recorder.call_args_list
-    torch.library.opcheck(op, call.args, call.kwargs)
+    (recorded_call,) = attention_op_mock.call_args_list
+    torch.library.opcheck(attention_op, recorded_call.args, recorded_call.kwargs)
 
 
-@pytest.mark.parametrize("heads", mark_slow_except([None, 1, 2, 3], 0))
-@pytest.mark.parametrize("blocks", mark_slow_except(BLOCKS, 0))
-@pytest.mark.parametrize("shape", mark_slow_except(SHAPES, 0))
-def test_compiled_flex_equals_reference(shape, blocks, heads):
+@pytest.mark.parametrize("plan_heads", mark_slow_except([None, 1, 2, 3], 0))
+@pytest.mark.parametrize("block_sizes", mark_slow_except(BLOCK_SIZE_CASES, 0))
+@pytest.mark.parametrize("shape", mark_slow_except(SHAPE_CASES, 0))
+def test_compiled_flex_equals_reference(shape, block_sizes, plan_heads):
     """Compare values, because FlexAttention without compilation ignores block lists silently."""
     q, k, v = qkv(**shape)
-    if heads is not None and q.shape[1] % heads:
+    if plan_heads is not None and q.shape[1] % plan_heads:
         pytest.skip("the number of plan heads must divide the number of query heads")
-    plan = random_plan(q, k, blocks, heads=heads)
+    plan = random_plan(q, k, block_sizes, num_plan_heads=plan_heads)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, scale=0.3)
 
@@ -168,8 +174,8 @@ def test_compiled_flex_equals_reference(shape, blocks, heads):
     assert_within_budget(actual, attend_by_reference, q, k, v)
 
 
-@pytest.mark.parametrize("name", ["gather", "reference", "flex"])
-def test_soft_cap_equals_formula(name):
+@pytest.mark.parametrize("engine_name", ["gather", "reference", "flex"])
+def test_soft_cap_equals_formula(engine_name):
     q, k, v = qkv(q_length=70, dim=32)
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
 
@@ -178,7 +184,9 @@ def test_soft_cap_equals_formula(name):
         logits = 2.0 * torch.tanh(q @ k.mT * 0.3 / 2.0)
         return logits.masked_fill(~plan.token_mask(), -torch.inf).softmax(-1) @ v
 
-    engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[name]
+    engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[
+        engine_name
+    ]
     with torch.no_grad():
         out = engine.attention(q, k, v, plan, scale=0.3, softcap=2.0)
     assert_within_budget(out, attend_by_hand, q, k, v)
@@ -213,7 +221,7 @@ def test_flex_with_padding_and_documents_equals_reference():
 def test_uncompiled_flex_attention_ignores_block_lists():
     """Document why the engine always compiles. Remove this test when PyTorch fixes the error."""
     q, k, v = qkv(q_length=256)
-    plan = random_plan(q, k, (64, 32), share=0.0)
+    plan = random_plan(q, k, (64, 32), selection_probability=0.0)
     mask_of_lists = make_block_mask(plan, torch.device("meta"))
     with torch.no_grad():
         uncompiled_out = flex_attention(
@@ -237,7 +245,7 @@ def test_flex_raises_at_recompile_limit(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_block_mask_lists_have_one_width():
+def test_partial_and_full_lists_of_block_mask_have_equal_strides():
     """Check strides: torch 2.11 reads ``full_kv_indices`` with the strides of ``kv_indices``."""
     q, k, _ = qkv(q_length=256)
     mask = make_block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
@@ -263,17 +271,17 @@ def test_block_mask_transpose_lists_every_attending_query_block():
 def test_blocks_merged_for_training_attend_the_same_tokens():
     """Backward kernels reject key blocks of 64: blocks are merged, and mask_mod masks pairs."""
     q, k, _ = qkv(q_length=300)
-    plan = random_plan(q, k, (64, 32), share=0.9)
+    plan = random_plan(q, k, (64, 32), selection_probability=0.9)
     mask = make_block_mask(plan, q.device, training=True)
     assert mask.BLOCK_SIZE == (128, 128)
-    lists = (
+    block_lists = (
         BlockIndices(mask.kv_num_blocks, mask.kv_indices),
         BlockIndices(mask.full_kv_num_blocks, mask.full_kv_indices),
     )
     # expand block masks [B, H, 3, 3] to token masks [B, H, 300, 300]
     is_partial, is_full = (
         x.to_dense(3).repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :300, :300]
-        for x in lists
+        for x in block_lists
     )
     batch, head, query, key = torch.meshgrid(*map(torch.arange, is_partial.shape), indexing="ij")
     is_attended = is_full | (is_partial & mask.mask_mod(batch, head, query, key))
@@ -283,14 +291,14 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
 
 def test_incomplete_last_block_is_partial():
     q, k, _ = qkv(q_length=205)
-    plan = random_plan(q, k, (64, 32), share=1.0)
-    last_block = plan.kv_blocks - 1
-    assert not plan.full.to_dense(plan.kv_blocks)[..., last_block].any()
-    assert plan.partial.to_dense(plan.kv_blocks)[..., -1, last_block].all()
+    plan = random_plan(q, k, (64, 32), selection_probability=1.0)
+    last_block_index = plan.kv_blocks - 1
+    assert not plan.full.to_dense(plan.kv_blocks)[..., last_block_index].any()
+    assert plan.partial.to_dense(plan.kv_blocks)[..., -1, last_block_index].all()
 
 
 @pytest.mark.parametrize(
-    "work, reason, fallback",
+    "workload_fields, reason, fallback_name",
     [
         pytest.param({"training": True}, "no backward on CPU", "reference", id="training"),
         pytest.param({"dtype": torch.float64}, "float64", "gather", id="dtype"),
@@ -303,14 +311,18 @@ def test_incomplete_last_block_is_partial():
         pytest.param({"device": "mps"}, "not on mps", "reference", id="device"),
     ],
 )
-def test_unavailable_engine_by_name_raises_and_auto_falls_back(work, reason, fallback):
-    work = workload(**{"device": "cpu", "head_dim": 64, "dtype": torch.float32, **work})
+def test_unavailable_engine_by_name_raises_and_auto_falls_back(
+    workload_fields, reason, fallback_name
+):
+    workload = make_workload(
+        **{"device": "cpu", "head_dim": 64, "dtype": torch.float32, **workload_fields}
+    )
     with pytest.raises(ValueError, match=reason):
-        engines.choose("flex", work)
-    assert engines.choose("auto", work).name == fallback
+        engines.choose("flex", workload)
+    assert engines.choose("auto", workload).name == fallback_name
 
 
-DEFAULT_WORKLOAD = {
+DEFAULT_WORKLOAD_FIELDS = {
     "device": "cuda",
     "head_dim": 128,
     "dtype": torch.bfloat16,
@@ -318,41 +330,47 @@ DEFAULT_WORKLOAD = {
     "query_block": 128,
     "key_block": 64,
 }
-HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+HOPPER_CAPABILITY, AMPERE_CAPABILITY, BLACKWELL_CAPABILITY = (9, 0), (8, 0), (10, 0)
 
 
 @pytest.mark.parametrize(
-    "capability, work, expected",
+    "capability, workload_fields, expected_backend",
     [
-        pytest.param(HOPPER, {}, "FLASH", id="forward"),
-        pytest.param(HOPPER, {"head_dim": 80}, "FLASH", id="d80"),
-        pytest.param(HOPPER, {"training": True}, "FLASH", id="training"),
-        pytest.param(HOPPER, {"training": True, "head_dim": 80}, "FLASH", id="training-d80"),
-        pytest.param(HOPPER, {"head_dim": 100}, "TRITON", id="odd-head-dim"),
-        pytest.param(HOPPER, {"dtype": torch.float32}, "TRITON", id="float32"),
-        pytest.param(HOPPER, {"key_block": 32}, "TRITON", id="narrow-keys"),
-        pytest.param(AMPERE, {}, "TRITON", id="ampere"),
-        pytest.param(BLACKWELL, {}, "TRITON", id="blackwell-narrow"),
-        pytest.param(BLACKWELL, {"query_block": 256, "key_block": 128}, "FLASH", id="blackwell"),
+        pytest.param(HOPPER_CAPABILITY, {}, "FLASH", id="forward"),
+        pytest.param(HOPPER_CAPABILITY, {"head_dim": 80}, "FLASH", id="d80"),
+        pytest.param(HOPPER_CAPABILITY, {"training": True}, "FLASH", id="training"),
         pytest.param(
-            BLACKWELL,
+            HOPPER_CAPABILITY, {"training": True, "head_dim": 80}, "FLASH", id="training-d80"
+        ),
+        pytest.param(HOPPER_CAPABILITY, {"head_dim": 100}, "TRITON", id="odd-head-dim"),
+        pytest.param(HOPPER_CAPABILITY, {"dtype": torch.float32}, "TRITON", id="float32"),
+        pytest.param(HOPPER_CAPABILITY, {"key_block": 32}, "TRITON", id="narrow-keys"),
+        pytest.param(AMPERE_CAPABILITY, {}, "TRITON", id="ampere"),
+        pytest.param(BLACKWELL_CAPABILITY, {}, "TRITON", id="blackwell-narrow"),
+        pytest.param(
+            BLACKWELL_CAPABILITY, {"query_block": 256, "key_block": 128}, "FLASH", id="blackwell"
+        ),
+        pytest.param(
+            BLACKWELL_CAPABILITY,
             {"query_block": 256, "key_block": 128, "training": True},
             "FLASH",
             id="blackwell-training",
         ),
-        pytest.param(HOPPER, {"device": "cpu"}, "CPU", id="cpu"),
+        pytest.param(HOPPER_CAPABILITY, {"device": "cpu"}, "CPU", id="cpu"),
     ],
 )
-def test_flex_selects_flash_backend_by_capability(monkeypatch, capability, work, expected):
+def test_flex_selects_flash_backend_by_capability(
+    monkeypatch, capability, workload_fields, expected_backend
+):
     patch_gpu(monkeypatch, capability)
-    work = workload(**work)
-    assert f"({expected}" in engines.choose("flex", work).label(work)
+    workload = make_workload(**workload_fields)
+    assert f"({expected_backend}" in engines.choose("flex", workload).label(workload)
 
 
 @pytest.mark.parametrize("installed_version", ["4.0.0b1", "4.0.0b37", "4.0.0"])
 def test_untested_flash_attn_version_is_unavailable(monkeypatch, installed_version):
     why_not_installed = flash._why_not_installed.__wrapped__
-    patch_gpu(monkeypatch, HOPPER)
+    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(flash, "version", lambda name: installed_version)
     monkeypatch.setattr(flash, "_why_not_installed", why_not_installed)
     expected_message = f"4.0.0b36 or later, below 4.0.0b37, not {installed_version}"
@@ -366,7 +384,7 @@ def test_flash_extra_pins_the_tested_version():
 
 
 @pytest.mark.parametrize(
-    "name, work, expected",
+    "engine_name, workload_fields, expected_label",
     [
         pytest.param("reference", {}, "reference", id="reference"),
         pytest.param("triton", {}, "triton", id="triton"),
@@ -388,14 +406,14 @@ def test_flash_extra_pins_the_tested_version():
         ),
     ],
 )
-def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
-    patch_gpu(monkeypatch, HOPPER)
-    work = workload(**work)
-    assert engines.choose(name, work).label(work) == expected
+def test_label_names_engine_and_backend(monkeypatch, engine_name, workload_fields, expected_label):
+    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
+    workload = make_workload(**workload_fields)
+    assert engines.choose(engine_name, workload).label(workload) == expected_label
 
 
 @pytest.mark.parametrize(
-    ("work", "length", "expected"),
+    ("workload_fields", "length", "expected_name"),
     [
         pytest.param({}, 4096, "sdpa", id="sdpa-has-a-fast-kernel"),
         pytest.param({}, None, "triton", id="sdpa-is-slow-under-masks"),
@@ -407,66 +425,73 @@ def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
         pytest.param({"head_dim": 512, "device": "cpu"}, 4096, "sdpa", id="cpu"),
     ],
 )
-def test_exact_attention_selects_engine_by_head_dim_and_length(monkeypatch, work, length, expected):
-    patch_gpu(monkeypatch, HOPPER)
+def test_exact_attention_selects_engine_by_head_dim_and_length(
+    monkeypatch, workload_fields, length, expected_name
+):
+    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(ffpa, "_why_not_installed", lambda: None)
-    assert engines.choose_exact(workload(**work), length).name == expected
+    assert (
+        engines.choose_exact_attention(make_workload(**workload_fields), length).name
+        == expected_name
+    )
 
 
 def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
-    patch_gpu(monkeypatch, AMPERE)
-    assert engines.choose("auto", workload()) is engines.FLEX
-    assert engines.choose_exact(workload(), None) is engines.SDPA
-    assert engines.choose_exact(workload(head_dim=512), 4096) is engines.SDPA
-    assert engines.choose("triton", workload()) is engines.TRITON
+    patch_gpu(monkeypatch, AMPERE_CAPABILITY)
+    assert engines.choose("auto", make_workload()) is engines.FLEX
+    assert engines.choose_exact_attention(make_workload(), None) is engines.SDPA
+    assert engines.choose_exact_attention(make_workload(head_dim=512), 4096) is engines.SDPA
+    assert engines.choose("triton", make_workload()) is engines.TRITON
 
 
 def test_missing_ffpa_is_not_selected(monkeypatch):
-    patch_gpu(monkeypatch, HOPPER)
+    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_why_not_installed", ffpa._why_not_installed.__wrapped__)
-    assert engines.choose_exact(workload(head_dim=512), 4096) is engines.TRITON
+    assert engines.choose_exact_attention(make_workload(head_dim=512), 4096) is engines.TRITON
 
 
 # smallest length at which engines are compared: at 8,192 tokens, launch overhead dominates, and
 # the times of engines differ by at most 0.14 ms
-MIN_LENGTH = 16384
+MIN_COMPARED_TOKENS = 16384
 
 
-def read_committed_rows(folder):
-    """Return the rows with at least `MIN_LENGTH` tokens in the results of a committed speed run."""
-    results_path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
+def read_measured_rows(results_folder):
+    """Return the rows of a speed run in eval/results with at least `MIN_COMPARED_TOKENS` tokens."""
+    results_path = Path(__file__).parents[2] / "eval" / "results" / results_folder / "results.json"
     rows = json.loads(read_file(results_path))["rows"]
-    long_rows = [row for row in rows if row["length"] >= MIN_LENGTH and not row["error"]]
+    long_rows = [row for row in rows if row["length"] >= MIN_COMPARED_TOKENS and not row["error"]]
     assert long_rows
     return long_rows
 
 
 @pytest.mark.parametrize(
-    ("backend", "folder"),
+    ("backend", "results_folder"),
     [("FLASH", "speed-attention"), ("TRITON", "speed-attention-without-flash")],
 )
-def test_auto_order_matches_committed_times(backend, folder):
+def test_auto_order_matches_measured_times(backend, results_folder):
     missing_engine = engines.FLASH if backend == "TRITON" else None
     engine_names = [x.name for x in engines.FASTEST if x not in (missing_engine, engines.REFERENCE)]
-    first_name, *other_names = dict.fromkeys(engine_names)
-    for row in read_committed_rows(folder):
+    fastest_engine_name, *other_engine_names = dict.fromkeys(engine_names)
+    for row in read_measured_rows(results_folder):
         times_ms = row["attend_ms"]
         assert backend in row["labels"]["flex"]
         # two engines may run the same kernel, and runs of one kernel differ by up to 2%
-        assert times_ms[first_name] <= 1.02 * min(times_ms[name] for name in other_names), row
+        assert times_ms[fastest_engine_name] <= 1.02 * min(
+            times_ms[engine_name] for engine_name in other_engine_names
+        ), row
 
 
-def test_ffpa_head_dims_match_committed_times():
-    for row in read_committed_rows("speed-attention-wide"):
+def test_ffpa_head_dims_match_measured_times():
+    for row in read_measured_rows("speed-attention-wide"):
         if row["direction"] == "forward" and row["budget"] == 1:
             is_faster = row["baselines"]["ffpa CuTe"] < 0.98 * row["attend_ms"]["triton"]
             assert is_faster == (row["head_dim"] in ffpa.FASTER_HEAD_DIMS)
 
 
-def workload(**changes):
-    """Return a `Workload` with the fields `DEFAULT_WORKLOAD`, except for ``changes``."""
-    return engines.Workload(**{**DEFAULT_WORKLOAD, **changes})
+def make_workload(**changed_fields):
+    """Return a `Workload` with `DEFAULT_WORKLOAD_FIELDS`, except for ``changed_fields``."""
+    return engines.Workload(**{**DEFAULT_WORKLOAD_FIELDS, **changed_fields})
 
 
 def patch_gpu(monkeypatch, capability):
@@ -491,7 +516,7 @@ def test_flex_without_compiler_is_unavailable_on_cpu(monkeypatch):
 
 
 def test_unknown_engine_raises():
-    work = engines.Workload(
+    cpu_workload = engines.Workload(
         device="cpu",
         head_dim=64,
         dtype=torch.float32,
@@ -500,13 +525,13 @@ def test_unknown_engine_raises():
         key_block=64,
     )
     with pytest.raises(ValueError, match="'reference', 'gather', 'flex', 'triton', got 'fastest'"):
-        engines.choose("fastest", work)
+        engines.choose("fastest", cpu_workload)
 
 
 def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
     """Compile with dynamic shapes, under which the soft cap must still be a constant."""
-    compiled = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(flex, "_compile_attend", lambda _: compiled)
+    compiled_attend = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(flex, "_compile_attend", lambda _: compiled_attend)
     for length in (96, 160):
         q, k, v = qkv(q_length=length, kv_length=length)
         plan = random_plan(q, k, (32, 16))

@@ -8,12 +8,12 @@ from cab_hf.eval.quantised import linear_layers
 
 
 @pytest.fixture
-def halved_for_fp8(monkeypatch):
+def halve_weights_for_fp8(monkeypatch):
     """Make the method ``fp8`` halve the weights, because torchao and a GPU are missing here."""
 
-    def halve(model):
+    def halve_weights(model):
         for layer in linear_layers(model):
             layer.weight = torch.nn.Parameter(layer.weight.detach() / 2)
 
-    monkeypatch.setattr(base, "to_8_bits", halve)
+    monkeypatch.setattr(base, "to_8_bits", halve_weights)
     monkeypatch.setattr(base, "find_spec", lambda _: True)

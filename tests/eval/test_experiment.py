@@ -15,14 +15,14 @@ from cab_hf.eval import __main__, experiment, readme, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.experiment import provenance
-from cab_hf.experiment.log import LogError, pack, read_log
+from cab_hf.experiment.log import LogError, pack_file, read_log
 from cab_hf.experiment.settings import UsageError, comma_separated, option
 
-FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+RUN_FILE_NAMES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 # lengths that `Powers` has measured in the current test
-MEASURED: list[int] = []
+MEASURED_LENGTHS: list[int] = []
 # the function that the fixture `powers_command` replaces
-NAMED = experiment.named
+ORIGINAL_IMPORT_EXPERIMENT = experiment.import_experiment
 
 
 @dataclass(frozen=True)
@@ -45,30 +45,33 @@ class Powers(Experiment):
     title = "Powers"
     caption = "nothing to see"
     Settings = Settings
-    CASE = ("length",)
-    GROWS = ("lengths",)
+    CASE_FIELDS = ("length",)
+    EXTENSIBLE_SETTINGS = ("lengths",)
 
     def cases(self, samples):
         for length in self.settings.lengths:
             yield {"length": length}
-        yield {"length": max(s["length"] for s in samples if not s["sought"]) + 1, "sought": True}
+        yield {
+            "length": max(sample["length"] for sample in samples if not sample["sought"]) + 1,
+            "sought": True,
+        }
 
     def measure(self, case):
-        MEASURED.append(case["length"])
+        MEASURED_LENGTHS.append(case["length"])
         return {"sought": case.get("sought", False), "value": case["length"] ** self.settings.power}
 
     @staticmethod
     def rows(samples, settings):
-        ordered = sorted(samples, key=lambda sample: sample["length"])
-        return [{**sample, "power": settings["power"]} for sample in ordered]
+        sorted_samples = sorted(samples, key=lambda sample: sample["length"])
+        return [{**sample, "power": settings["power"]} for sample in sorted_samples]
 
     @staticmethod
     def tables(rows):
-        shown = markdown_table(rows, ["length", "value"])
-        return {"Values": shown, "Powers": markdown_table(rows, ["power"])}
+        values_table = markdown_table(rows, ["length", "value"])
+        return {"Values": values_table, "Powers": markdown_table(rows, ["power"])}
 
     @staticmethod
-    def readings(rows):
+    def summary_sentences(rows):
         return [f"The last is {rows[-1]['value']}."]
 
     @staticmethod
@@ -82,55 +85,57 @@ class Powers(Experiment):
 
 @pytest.fixture(autouse=True)
 def powers_command(monkeypatch):
-    """Register `Powers` as the command "powers", and clear `MEASURED`."""
-    MEASURED.clear()
+    """Register `Powers` as the command "powers", and clear `MEASURED_LENGTHS`."""
+    MEASURED_LENGTHS.clear()
     monkeypatch.setattr(
-        experiment, "named", lambda name: {"powers": Powers}.get(name) or NAMED(name)
+        experiment,
+        "import_experiment",
+        lambda name: {"powers": Powers}.get(name) or ORIGINAL_IMPORT_EXPERIMENT(name),
     )
 
 
-def start(out, **fields):
+def run_powers(out, **fields):
     """Run `Powers` with the settings ``fields`` in the folder ``out``, and return the rows."""
     return run(Powers(Settings(out=str(out), **fields)))
 
 
-def contents(out):
+def read_files(out):
     """Return {file name: bytes} of the files in a folder."""
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 def test_run_writes_five_files_and_prints_paths(tmp_path, capsys):
-    rows = start(tmp_path)
+    rows = run_powers(tmp_path)
     assert [(row["length"], row["value"]) for row in rows] == [(1, 1), (2, 4), (3, 9)]
-    assert contents(tmp_path).keys() == FILES
+    assert read_files(tmp_path).keys() == RUN_FILE_NAMES
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["rows"] == rows
     assert content["provenance"]["experiment"] == "powers"
     assert content["provenance"]["settings"] == {"lengths": [1, 2], "power": 2}
     with open(tmp_path / "results.csv", newline="") as file:
         assert [line["value"] for line in csv.DictReader(file)] == ["1", "4", "9"]
-    text = (tmp_path / "report.md").read_text()
-    assert text.startswith(Path(__file__).with_name("powers.md").read_text().rstrip("\n"))
-    assert text.endswith("```\npython -m cab_hf.eval powers\n```\n")
+    report_text = (tmp_path / "report.md").read_text()
+    assert report_text.startswith(Path(__file__).with_name("powers.md").read_text().rstrip("\n"))
+    assert report_text.endswith("```\npython -m cab_hf.eval powers\n```\n")
     printed = capsys.readouterr().out
     assert "| 3 | 9 |" in printed and "The last is 9." in printed and "| power |" not in printed
     assert str(tmp_path / "figure.png") in printed and str(tmp_path / "report.md") in printed
 
 
 def test_interrupted_run_continues(tmp_path, monkeypatch):
-    def interrupted_at_length_2(powers, case):
+    def interrupt_at_length_2(powers, case):
         if case["length"] == 2:
             raise KeyboardInterrupt
         return measure(powers, case)
 
     measure = Powers.measure
-    monkeypatch.setattr(Powers, "measure", interrupted_at_length_2)
+    monkeypatch.setattr(Powers, "measure", interrupt_at_length_2)
     with pytest.raises(KeyboardInterrupt):
-        start(tmp_path / "killed")
+        run_powers(tmp_path / "killed")
     monkeypatch.setattr(Powers, "measure", measure)
-    start(tmp_path / "killed")
-    assert MEASURED == [1, 2, 3]
-    start(tmp_path / "whole")
+    run_powers(tmp_path / "killed")
+    assert MEASURED_LENGTHS == [1, 2, 3]
+    run_powers(tmp_path / "whole")
     logs = (read_log(tmp_path / name / "samples.jsonl") for name in ("whole", "killed"))
     assert next(logs) == next(logs)
 
@@ -139,76 +144,78 @@ class PowersOutOfMemory(Powers):
     """`Powers` on a device that runs out of memory at some lengths.
 
     Attributes:
-        too_long: the lengths whose case fails.
+        failing_lengths: the lengths whose case fails.
     """
 
-    FAILED = "error"
-    too_long: tuple[int, ...] = ()
+    ERROR_FIELD = "error"
+    failing_lengths: tuple[int, ...] = ()
 
-    def sample(self, case):
-        if case["length"] in self.too_long:
+    def measure_sample(self, case):
+        if case["length"] in self.failing_lengths:
             return {**case, "error": "out of memory"}
-        return super().sample(case)
+        return super().measure_sample(case)
 
 
 def test_failed_case_is_reported_and_retried(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(PowersOutOfMemory, "too_long", (2,))
+    monkeypatch.setattr(PowersOutOfMemory, "failing_lengths", (2,))
     settings = Settings(out=str(tmp_path / "out"), lengths=(1, 2, 3))
     rows = run(PowersOutOfMemory(settings))
-    assert [row["length"] for row in rows] == MEASURED == [1, 3, 4]
+    assert [row["length"] for row in rows] == MEASURED_LENGTHS == [1, 3, 4]
     assert "1 cases failed (out of memory). The report lists them" in capsys.readouterr().out
     report = (tmp_path / "out" / "report.md").read_text()
     table = "| length | cases | why |\n| --- | --- | --- |\n| 2 | 1 | out of memory |"
     assert f"## Not measured yet\n\n{table}" in report
-    monkeypatch.setattr(experiment, "named", {"powers": PowersOutOfMemory}.get)
+    monkeypatch.setattr(experiment, "import_experiment", {"powers": PowersOutOfMemory}.get)
     assert render(tmp_path / "out") == rows
     assert (tmp_path / "out" / "report.md").read_text() == report
-    monkeypatch.setattr(PowersOutOfMemory, "too_long", ())
+    monkeypatch.setattr(PowersOutOfMemory, "failing_lengths", ())
     rows = run(PowersOutOfMemory(settings))
-    assert MEASURED == [1, 3, 4, 2] and [row["length"] for row in rows] == [1, 2, 3, 4]
+    assert MEASURED_LENGTHS == [1, 3, 4, 2] and [row["length"] for row in rows] == [1, 2, 3, 4]
     report = (tmp_path / "out" / "report.md").read_text()
     assert "Not measured yet" not in report and render(tmp_path / "out") == rows
     # a run without any successful case writes no report
-    monkeypatch.setattr(PowersOutOfMemory, "too_long", (1, 2))
+    monkeypatch.setattr(PowersOutOfMemory, "failing_lengths", (1, 2))
     monkeypatch.setattr(PowersOutOfMemory, "cases", lambda *_: [{"length": 1}, {"length": 2}])
     with pytest.raises(UsageError, match="no case could be measured: out of memory. Give shorter"):
         run(PowersOutOfMemory(Settings(out=str(tmp_path / "none"))))
-    assert contents(tmp_path / "none").keys() == {"samples.jsonl"}
+    assert read_files(tmp_path / "none").keys() == {"samples.jsonl"}
 
 
 def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
-    start(tmp_path)
-    path = tmp_path / "samples.jsonl"
-    path.write_text(path.read_text().replace('"value": 4', '"worth": 4'))
+    run_powers(tmp_path)
+    log_path = tmp_path / "samples.jsonl"
+    log_path.write_text(log_path.read_text().replace('"value": 4', '"worth": 4'))
     monkeypatch.setattr(
         Powers, "rows", staticmethod(lambda samples, _: [{"value": s["value"]} for s in samples])
     )
     with pytest.raises(LogError, match=r"samples\.jsonl has a sample without 'value'. Repair it"):
-        start(tmp_path)
+        run_powers(tmp_path)
     monkeypatch.setattr(Powers, "rows", staticmethod(lambda samples, settings: settings["none"]))
-    path.write_text(path.read_text().replace('"worth": 4', '"none": 1, "value": 4'))
-    monkeypatch.setattr(Powers, "measured", staticmethod(lambda sample: ("value", "none")))
+    log_path.write_text(log_path.read_text().replace('"worth": 4', '"none": 1, "value": 4'))
+    monkeypatch.setattr(Powers, "measured_fields", staticmethod(lambda sample: ("value", "none")))
     with pytest.raises(LogError, match=r"samples\.jsonl, line 2 has no 'none'\. Repair it"):
-        start(tmp_path)
+        run_powers(tmp_path)
 
 
 def test_repeated_run_keeps_samples_and_provenance(tmp_path, monkeypatch):
-    start(tmp_path)
-    before = contents(tmp_path)
+    run_powers(tmp_path)
+    files_before = read_files(tmp_path)
     monkeypatch.setattr(provenance, "utc_now", lambda: "later")
-    start(tmp_path)
-    assert MEASURED == [1, 2, 3] and contents(tmp_path) == before
+    run_powers(tmp_path)
+    assert MEASURED_LENGTHS == [1, 2, 3] and read_files(tmp_path) == files_before
     # packed samples are read as well
-    pack(tmp_path / "samples.jsonl")
+    pack_file(tmp_path / "samples.jsonl")
     (tmp_path / "results.csv").unlink()
     render(tmp_path)
-    assert contents(tmp_path).keys() == (FILES - {"samples.jsonl"}) | {"samples.jsonl.xz"}
-    start(tmp_path)
-    assert MEASURED == [1, 2, 3] and contents(tmp_path) == before
+    assert read_files(tmp_path).keys() == (RUN_FILE_NAMES - {"samples.jsonl"}) | {
+        "samples.jsonl.xz"
+    }
+    run_powers(tmp_path)
+    assert MEASURED_LENGTHS == [1, 2, 3] and read_files(tmp_path) == files_before
 
 
 def test_extended_run_updates_command(tmp_path, monkeypatch):
-    start(tmp_path)
+    run_powers(tmp_path)
     closed_bars = []
 
     class Bar(experiment.tqdm):
@@ -217,11 +224,12 @@ def test_extended_run_updates_command(tmp_path, monkeypatch):
             super().close()
 
     monkeypatch.setattr(experiment, "tqdm", Bar)
-    rows = start(tmp_path, lengths=(1, 2, 5))
+    rows = run_powers(tmp_path, lengths=(1, 2, 5))
     # final count 4, initial count 2 (the cases in the log), and smoothing 0, so that tqdm estimates
     # the remaining time from the cases of this run only
     assert closed_bars[0] == (4, 2, 0)
-    assert [row["length"] for row in rows] == [1, 2, 3, 5, 6] and MEASURED == [1, 2, 3, 5, 6]
+    assert [row["length"] for row in rows] == [1, 2, 3, 5, 6]
+    assert MEASURED_LENGTHS == [1, 2, 3, 5, 6]
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()
 
 
@@ -238,16 +246,19 @@ def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, method, value):
 
 
 def test_report_lists_repeated_texts_of_all_runs(tmp_path, monkeypatch, capsys):
-    sentences, provenance_of = [], Powers.provenance
+    repeat_sentences, original_provenance = [], Powers.provenance
     monkeypatch.setattr(
         Powers,
         "provenance",
-        lambda powers, started: {**provenance_of(powers, started), "repeated": list(sentences)},
+        lambda powers, started: {
+            **original_provenance(powers, started),
+            "repeated": list(repeat_sentences),
+        },
     )
     for length in (1, 5):
-        sentences[:] = [f"texts of {length} tokens repeat it."]
-        start(tmp_path, lengths=(length,))
-        assert sentences[0] in capsys.readouterr().out
+        repeat_sentences[:] = [f"texts of {length} tokens repeat it."]
+        run_powers(tmp_path, lengths=(length,))
+        assert repeat_sentences[0] in capsys.readouterr().out
     report = (tmp_path / "report.md").read_text()
     assert "texts of 1 tokens repeat it." in report and "texts of 5 tokens repeat it." in report
 
@@ -259,34 +270,34 @@ def test_conflicting_folder_is_refused_before_writing(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "report.md").write_text("mine")
     with pytest.raises(LogError, match="contains report.md and no samples.jsonl"):
-        start(tmp_path / "mine")
-    assert contents(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED
-    start(tmp_path / "out")
-    before = contents(tmp_path / "out")
+        run_powers(tmp_path / "mine")
+    assert read_files(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED_LENGTHS
+    run_powers(tmp_path / "out")
+    files_before = read_files(tmp_path / "out")
     with pytest.raises(LogError, match="made with power 2, this run has 3. Give another --out"):
-        start(tmp_path / "out", power=3)
+        run_powers(tmp_path / "out", power=3)
     with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
         run(Roots(Settings(out=str(tmp_path / "out"))))
-    assert contents(tmp_path / "out") == before
+    assert read_files(tmp_path / "out") == files_before
 
-    def refuse(powers):
+    def raise_usage_error(powers):
         raise UsageError("lengths must be short")
 
-    monkeypatch.setattr(Powers, "check", refuse)
+    monkeypatch.setattr(Powers, "check_settings", raise_usage_error)
     with pytest.raises(UsageError):
-        start(tmp_path / "new")
+        run_powers(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"provenance": {}}', "\0"])
 def test_invalid_results_file_is_refused_before_measuring(tmp_path, content):
-    start(tmp_path)
-    MEASURED.clear()
+    run_powers(tmp_path)
+    MEASURED_LENGTHS.clear()
     (tmp_path / "results.json").write_text(content)
-    for continue_run in (lambda: start(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
+    for continue_run in (lambda: run_powers(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
         with pytest.raises(LogError, match="results.json must contain results of a run"):
             continue_run()
-    assert not MEASURED
+    assert not MEASURED_LENGTHS
 
 
 def test_write_error_names_the_folder(tmp_path, monkeypatch):
@@ -295,10 +306,10 @@ def test_write_error_names_the_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "write_atomically", fail_on_full_disk)
     with pytest.raises(LogError, match=f"{tmp_path} cannot be written .No space left on device"):
-        start(tmp_path)
+        run_powers(tmp_path)
     monkeypatch.undo()
-    start(tmp_path)
-    assert MEASURED == [1, 2, 3] and contents(tmp_path).keys() == FILES
+    run_powers(tmp_path)
+    assert MEASURED_LENGTHS == [1, 2, 3] and read_files(tmp_path).keys() == RUN_FILE_NAMES
 
 
 @pytest.mark.parametrize(
@@ -315,10 +326,10 @@ def test_write_error_names_the_folder(tmp_path, monkeypatch):
     ids=["refused", "full disk", "log", "bug", "bug with files"],
 )
 def test_usage_error_prints_one_line_and_bug_raises(monkeypatch, capsys, error, message):
-    def fail(words):
+    def raise_error(arguments):
         raise error
 
-    monkeypatch.setattr(readme, "main", fail)
+    monkeypatch.setattr(readme, "main", raise_error)
     if message is None:
         with pytest.raises(type(error)):
             __main__.main(["readme"])
@@ -328,24 +339,26 @@ def test_usage_error_prints_one_line_and_bug_raises(monkeypatch, capsys, error, 
 
 
 def test_listing_commands_does_not_import_torch():
-    code = (
+    script = (
         "import sys; from cab_hf.eval.__main__ import main;"
         "main(['--help']); main(['speed', '-h']);"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    process = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
 def test_commands_are_listed_and_unknown_ones_refused(capsys):
     for name in ("fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)):
-        experiment_class = experiment.named(name)
+        experiment_class = experiment.import_experiment(name)
         assert __main__._read_purpose(experiment_class.__module__) == experiment_class.purpose
     assert __main__.main(["--help"]) == 0
-    shown = capsys.readouterr().out
+    help_text = capsys.readouterr().out
     # the column of names is as wide as the longest name
-    assert f"  {'passkey':10}  find a number hidden in a long text\n" in shown
-    assert "  calibrate  " in shown and "families" not in shown
-    for words in (["magic"], []):
-        assert __main__.main(words) == 2
+    assert f"  {'passkey':10}  find a number hidden in a long text\n" in help_text
+    assert "  calibrate  " in help_text and "families" not in help_text
+    for arguments in (["magic"], []):
+        assert __main__.main(arguments) == 2
         assert "command must be one of calibrate, fidelity" in capsys.readouterr().err

@@ -5,26 +5,35 @@ from statistics import NormalDist, stdev
 
 import pytest
 
-from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference, wilson
+from cab_hf.eval.intervals import (
+    mean_difference,
+    mean_of_intervals,
+    paired_difference,
+    wilson_interval,
+)
 
-Z2 = NormalDist().inv_cdf(0.975) ** 2
+Z_SQUARED = NormalDist().inv_cdf(0.975) ** 2
 # half of the width of Wilson's interval for 5 of 10
-HALF = 0.263407
+HALF_WIDTH = 0.263407
 
 
 @pytest.mark.parametrize(
     ("correct", "n", "low", "high"),
     [
         # [n / (n + z²), 1] if all answers are correct, and its mirror image if none is
-        *((10, 10, 10 / (10 + Z2), 1.0), (0, 10, 0.0, Z2 / (10 + Z2))),
-        *((5, 10, 0.236593, 0.763407), (100, 100, 100 / (100 + Z2), 1.0), (1, 1, 0.206549, 1.0)),
+        *((10, 10, 10 / (10 + Z_SQUARED), 1.0), (0, 10, 0.0, Z_SQUARED / (10 + Z_SQUARED))),
+        *(
+            (5, 10, 0.236593, 0.763407),
+            (100, 100, 100 / (100 + Z_SQUARED), 1.0),
+            (1, 1, 0.206549, 1.0),
+        ),
     ],
 )
 def test_wilson_by_hand(correct, n, low, high):
-    assert wilson(correct, n) == pytest.approx((low, high), abs=1e-6)
+    assert wilson_interval(correct, n) == pytest.approx((low, high), abs=1e-6)
 
 
-def difference_of(both, only_ours, only_base, neither, is_swapped=False):
+def compute_difference(both, only_ours, only_base, neither, is_swapped=False):
     """Return `paired_difference` of two methods, "ours" and "base", from numbers of questions.
 
     Args:
@@ -41,37 +50,41 @@ def difference_of(both, only_ours, only_base, neither, is_swapped=False):
     ("both", "only_ours", "only_base", "neither", "difference", "low", "high"),
     [
         # both methods are always right: phi is undefined and counts as 0
-        (10, 0, 0, 0, 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
+        (10, 0, 0, 0, 0.0, -Z_SQUARED / (10 + Z_SQUARED), Z_SQUARED / (10 + Z_SQUARED)),
         # the methods always agree: phi = (25 - 10 / 2) / 25 = 0.8; width² is half² (1 + 1 - 1.6)
-        (5, 0, 0, 5, 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4)),
+        (5, 0, 0, 5, 0.0, -HALF_WIDTH * math.sqrt(0.4), HALF_WIDTH * math.sqrt(0.4)),
         # the methods never agree: phi = -25 / 25, and the half widths add up
-        (0, 5, 5, 0, 0.0, -2 * HALF, 2 * HALF),
+        (0, 5, 5, 0, 0.0, -2 * HALF_WIDTH, 2 * HALF_WIDTH),
         # only our method is right: the difference is 1 - 0
-        (0, 10, 0, 0, 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0),
+        (0, 10, 0, 0, 1.0, 1 - math.sqrt(2) * Z_SQUARED / (10 + Z_SQUARED), 1.0),
     ],
 )
 def test_paired_difference_by_hand(both, only_ours, only_base, neither, difference, low, high):
-    result = difference_of(both=both, only_ours=only_ours, only_base=only_base, neither=neither)
+    result = compute_difference(
+        both=both, only_ours=only_ours, only_base=only_base, neither=neither
+    )
     assert result == pytest.approx((difference, low, high), abs=2e-6)
 
 
 def test_paired_difference_is_antisymmetric():
     counts = {"both": 11, "only_ours": 2, "only_base": 5, "neither": 3}
-    difference, low, high = difference_of(**counts)
-    assert difference_of(**counts, is_swapped=True) == pytest.approx((-difference, -high, -low))
+    difference, low, high = compute_difference(**counts)
+    assert compute_difference(**counts, is_swapped=True) == pytest.approx(
+        (-difference, -high, -low)
+    )
     assert low < difference < high
 
 
 def test_invalid_counts_and_unequal_pairs_raise():
     for correct, n in ((1, 0), (-1, 5), (6, 5)):
         with pytest.raises(ValueError, match="correct must be 0 to n"):
-            wilson(correct, n)
+            wilson_interval(correct, n)
     with pytest.raises(ValueError, match="same length"):
         paired_difference([True], [True, False])
 
 
 @pytest.mark.parametrize(
-    ("level", "freedom", "quantile"),
+    ("level", "degrees_of_freedom", "quantile"),
     [
         # with 1 degree of freedom (Cauchy) the quantile is tan(pi / 2 * level)
         # with 2 degrees of freedom the quantile is level * sqrt(2 / (1 - level²))
@@ -80,22 +93,24 @@ def test_invalid_counts_and_unequal_pairs_raise():
         *((0.999, 20, 3.849516), (0.95, 2001, 1.961147)),
     ],
 )
-def test_student_quantile_by_table(level, freedom, quantile):
-    values = [float(i) for i in range(freedom + 1)]
-    mean, low, high = mean_interval(values, [0.0] * len(values), level)
-    error = stdev(values) / math.sqrt(len(values))
-    assert (mean - low) / error == pytest.approx(quantile, abs=2e-5)
+def test_student_quantile_by_table(level, degrees_of_freedom, quantile):
+    samples = [float(i) for i in range(degrees_of_freedom + 1)]
+    mean, low, high = mean_difference(samples, [0.0] * len(samples), level)
+    standard_error = stdev(samples) / math.sqrt(len(samples))
+    assert (mean - low) / standard_error == pytest.approx(quantile, abs=2e-5)
     assert high - mean == pytest.approx(mean - low)
 
 
 def test_paired_mean_and_mean_of_intervals_by_hand():
     # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
-    spread = 4.302653 * 0.1 / math.sqrt(3)
-    actual = mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
-    assert actual == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
+    half_width = 4.302653 * 0.1 / math.sqrt(3)
+    actual = mean_difference([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
+    assert actual == pytest.approx((0.1, 0.1 - half_width, 0.1 + half_width), abs=1e-5)
     # if all differences are equal, the interval has width 0
-    assert mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)
-    one, other = (0.5, 0.4, 0.7), (0.1, 0.0, 0.5)
-    assert mean_of_intervals([one]) == pytest.approx(one)
-    below, above = math.sqrt(0.1**2 + 0.1**2) / 2, math.sqrt(0.2**2 + 0.4**2) / 2
-    assert mean_of_intervals([one, other]) == pytest.approx((0.3, 0.3 - below, 0.3 + above))
+    assert mean_difference([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)
+    first_interval, second_interval = (0.5, 0.4, 0.7), (0.1, 0.0, 0.5)
+    assert mean_of_intervals([first_interval]) == pytest.approx(first_interval)
+    width_below, width_above = math.sqrt(0.1**2 + 0.1**2) / 2, math.sqrt(0.2**2 + 0.4**2) / 2
+    assert mean_of_intervals([first_interval, second_interval]) == pytest.approx(
+        (0.3, 0.3 - width_below, 0.3 + width_above)
+    )

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from long_runs import RESULT_FILES, run_eval_and_read_results
-from words import CHAT_TEMPLATE, TEXT, make_tokenizer
+from long_runs import RESULT_FILE_NAMES, run_eval_and_read_results
+from words import CHAT_TEMPLATE, PROSE_TEXT, make_tokenizer
 
 from cab_hf.data import needles
 from cab_hf.eval import passkey
-from cab_hf.eval.haystack import FILLERS, Haystack, answered
+from cab_hf.eval.haystack import FILLERS, Haystack, is_right_answer
 from cab_hf.eval.passkey import Passkey
 from cab_hf.experiment import models
 from cab_hf.experiment.log import read_log
@@ -18,7 +18,7 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode.reference import LOCAL_TOKENS, SINK_TOKENS
 
 LENGTH = 400
-MATCHED = ["published", "streaming", "random", "antidiagonal", "oracle", "h2o"]
+MATCHED_METHODS = ["published", "streaming", "random", "antidiagonal", "oracle", "h2o"]
 
 
 @pytest.fixture(scope="module")
@@ -30,32 +30,32 @@ def tokenizer():
 def text_file(tmp_path):
     """Return the path of a text file."""
     file = tmp_path / "book.txt"
-    file.write_text(TEXT)
+    file.write_text(PROSE_TEXT)
     return file
 
 
-@pytest.mark.parametrize("keys", [1, 4])
+@pytest.mark.parametrize("num_keys", [1, 4])
 @pytest.mark.parametrize("filler", FILLERS)
 @pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, keys, depth, text_file):
+def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, num_keys, depth, text_file):
     tokenizer = make_tokenizer(chat)
-    haystack = Haystack(tokenizer, filler, keys, text_file if filler == "text" else None)
+    haystack = Haystack(tokenizer, filler, num_keys, text_file if filler == "text" else None)
     for length in (250, 611):
-        prompt = haystack.prompt(length, depth, index=0)
+        prompt = haystack.make_prompt(length, depth, index=0)
         # the prompt is shorter than the length by less than a word, which has at most five tokens
         assert length - 5 < len(prompt.tokens) <= length
-        start, end = prompt.needle
+        start, end = prompt.needle_span
         needle = tokenizer.decode(prompt.tokens[start:end]).replace(" ", "")
         assert needle.startswith("Thepasskey")
         assert needle.count(prompt.key) == 2
         # the text is between instruction and question; other needles shift the depth slightly
-        text_tokens = length - 40 * keys
-        tolerance = (20 + 30 * keys) / text_tokens
+        text_tokens = length - 40 * num_keys
+        tolerance = (20 + 30 * num_keys) / text_tokens
         assert start / text_tokens == pytest.approx(depth, abs=tolerance)
-        question = tokenizer.decode(prompt.tokens[prompt.asking :]).replace(" ", "")
+        question = tokenizer.decode(prompt.tokens[prompt.question_start :]).replace(" ", "")
         assert question.startswith("Whatisthepasskey")
-        assert prompt.asking >= end
+        assert prompt.question_start >= end
 
 
 def test_needles_are_at_sentence_borders(tokenizer):
@@ -68,40 +68,40 @@ def test_needles_are_at_sentence_borders(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "change", [{"index": 1}, {"depth": 0.25}, {"length": 301}, {"seed": 1}], ids=str
+    "changed_argument", [{"index": 1}, {"depth": 0.25}, {"length": 301}, {"seed": 1}], ids=str
 )
-def test_prompt_depends_on_length_depth_index_and_seed(tokenizer, change):
+def test_prompt_depends_on_length_depth_index_and_seed(tokenizer, changed_argument):
     arguments = {"length": 300, "depth": 0.5, "index": 0, "seed": 0}
-    prompt = Haystack(tokenizer).prompt(**arguments)
-    assert Haystack(tokenizer).prompt(**arguments) == prompt
-    assert Haystack(tokenizer).prompt(**{**arguments, **change}).key != prompt.key
+    prompt = Haystack(tokenizer).make_prompt(**arguments)
+    assert Haystack(tokenizer).make_prompt(**arguments) == prompt
+    assert Haystack(tokenizer).make_prompt(**{**arguments, **changed_argument}).key != prompt.key
 
 
 def test_samples_start_at_different_sentences(tokenizer, text_file):
     for haystack in (Haystack(tokenizer), Haystack(tokenizer, "text", file=text_file)):
-        starts = {haystack.prompt(300, 1.0, index).tokens[:30] for index in range(12)}
+        starts = {haystack.make_prompt(300, 1.0, index).tokens[:30] for index in range(12)}
         assert len(starts) > 2
 
 
 def test_hide_needle_removes_keys_only(tokenizer):
-    haystack = Haystack(tokenizer, keys=4)
+    haystack = Haystack(tokenizer, num_keys=4)
     prompt_with_needle, prompt_without_needle = (
-        haystack.prompt(400, 0.5, 0, hide_needle=hide_needle) for hide_needle in (False, True)
+        haystack.make_prompt(400, 0.5, 0, hide_needle=hide_needle) for hide_needle in (False, True)
     )
     assert prompt_without_needle.key == prompt_with_needle.key
-    assert prompt_without_needle.needle is None
+    assert prompt_without_needle.needle_span is None
     text = tokenizer.decode(prompt_without_needle.tokens).replace(" ", "")
     assert not any(letter.isdigit() for letter in text)
     # a needle has two sentences with the key, and the sentence "Remember it."
     assert len(prompt_with_needle.tokens) - len(prompt_without_needle.tokens) == 4 * len(
-        tokenizer(needles.KEY_STATEMENT.format(whose=" for Bob", key="12345"))["input_ids"]
+        tokenizer(needles.KEY_STATEMENT_TEMPLATE.format(whose=" for Bob", key="12345"))["input_ids"]
     )
 
 
 def test_keys_are_distinct_from_distractors(tokenizer):
-    haystack = Haystack(tokenizer, "distractors", keys=8)
-    text = tokenizer.decode(haystack.prompt(1200, 0.5, 0).tokens).replace(" ", "")
-    counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.NAMES)
+    haystack = Haystack(tokenizer, "distractors", num_keys=8)
+    text = tokenizer.decode(haystack.make_prompt(1200, 0.5, 0).tokens).replace(" ", "")
+    counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.PERSON_NAMES)
     # each of 8 names occurs in its needle; the name of the asked key also starts the answer
     assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
     assert "number" in text
@@ -109,14 +109,14 @@ def test_keys_are_distinct_from_distractors(tokenizer):
 
 def test_sentences_keep_their_quotes():
     sentences = ["It rained all day.", "The old town slept!", '"Who goes there?"', "asked nobody."]
-    assert needles.split_sentences(TEXT) == [*sentences, "So it was, and so."]
+    assert needles.split_sentences(PROSE_TEXT) == [*sentences, "So it was, and so."]
 
 
 def test_answers_are_scored_by_exact_number():
     for answer in ("48213.", " The key is 48213, not 11111", "7 times: 48213"):
-        assert answered(answer, "48213")
+        assert is_right_answer(answer, "48213")
     for answer in ("11111 or 48213", "48214", "482133", "4821", "48 213", ""):
-        assert not answered(answer, "48213")
+        assert not is_right_answer(answer, "48213")
 
 
 def test_depths_are_parsed_as_count_or_list():
@@ -127,16 +127,16 @@ def test_depths_are_parsed_as_count_or_list():
 def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_path):
     # queries of a dense tail would attend to keys outside of the window of streaming
     options = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
-    methods = ["dense", "cab", *MATCHED]
+    methods = ["dense", "cab", *MATCHED_METHODS]
     results = run_eval_and_read_results(
         "passkey",
         model_folder,
         tmp_path,
-        words=options,
+        command_options=options,
         methods=",".join(methods),
-        draws_figure=True,
+        should_draw_figure=True,
     )
-    assert {path.name for path in tmp_path.iterdir()} == RESULT_FILES
+    assert {path.name for path in tmp_path.iterdir()} == RESULT_FILE_NAMES
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == [*methods, "full", "no_needle"]
     for row in rows.values():
@@ -144,7 +144,7 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
         assert row["low"] <= row["accuracy"] <= row["high"]
     assert rows["full"]["same"] == 3
     assert rows["full"]["density"] == rows["dense"]["density"] == 1.0
-    for name in MATCHED:
+    for name in MATCHED_METHODS:
         assert rows[name]["budget"] == pytest.approx(rows["cab"]["density"])
         # published has blocks of 64 tokens, so the density of a short prompt has coarse steps
         tolerance = 0.15 if name == "published" else 0.05
@@ -172,9 +172,13 @@ def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "attend", record_choice_and_attend)
     for stage in ("prefill", "both"):
         options = ("--stage", stage, "--budget", "0.3")
-        out = tmp_path / stage
+        run_folder = tmp_path / stage
         results = run_eval_and_read_results(
-            "passkey", model_folder, out, words=options, methods="cab,random,streaming"
+            "passkey",
+            model_folder,
+            run_folder,
+            command_options=options,
+            methods="cab,random,streaming",
         )
         # each step has one call for each of the two layers
         assert bool(choices) == (stage == "both") and len(choices) % 2 == 0
@@ -184,8 +188,8 @@ def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
         SINK_TOKENS + LOCAL_TOKENS
     }
     assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
-    lines = Passkey.tables(results["rows"])["Accuracy"].splitlines()[2:]
-    decoding_cells = [line.strip("| ").split(" | ")[-1] for line in lines]
+    table_lines = Passkey.tables(results["rows"])["Accuracy"].splitlines()[2:]
+    decoding_cells = [line.strip("| ").split(" | ")[-1] for line in table_lines]
     # the lines are those of cab, streaming and random
     assert decoding_cells == ["sparsely", "sinks and window", "densely"]
 
@@ -214,34 +218,41 @@ GENERATION_FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def answers(model_folder, tmp_path_factory):
+def run_and_read_answers(model_folder, tmp_path_factory):
     """Return a function that runs passkey with fields in the model's generation config.
 
     The function returns the model's answers.
     """
 
-    def answers(**fields):
-        folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
+    def run_and_read_answers(**fields):
+        own_model_folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
         generation_config = {"eos_token_id": 1, "pad_token_id": 1, **fields}
-        (folder / "generation_config.json").write_text(json.dumps(generation_config))
-        run_eval_and_read_results("passkey", folder, folder.parent / "run", methods="dense")
-        return [sample["answer"] for sample in read_log(folder.parent / "run" / "samples.jsonl")[1]]
+        (own_model_folder / "generation_config.json").write_text(json.dumps(generation_config))
+        run_eval_and_read_results(
+            "passkey", own_model_folder, own_model_folder.parent / "run", methods="dense"
+        )
+        return [
+            sample["answer"]
+            for sample in read_log(own_model_folder.parent / "run" / "samples.jsonl")[1]
+        ]
 
-    return answers
+    return run_and_read_answers
 
 
 @pytest.fixture(scope="module")
-def default_answers(answers):
+def default_answers(run_and_read_answers):
     """Return the model's answers without additional fields in its generation config."""
-    return answers()
+    return run_and_read_answers()
 
 
 @pytest.mark.parametrize("fields", GENERATION_FIELDS.values(), ids=GENERATION_FIELDS)
-def test_generation_config_does_not_change_greedy_answers(answers, default_answers, fields):
-    assert answers(**fields) == default_answers and all(default_answers)
+def test_generation_config_does_not_change_greedy_answers(
+    run_and_read_answers, default_answers, fields
+):
+    assert run_and_read_answers(**fields) == default_answers and all(default_answers)
 
 
-def test_greedily_restores_generation_config(model_folder):
+def test_interrupted_greedy_generation_restores_config(model_folder):
     model, _ = models.load_model(str(model_folder), "cpu", "float32")
     original_config = model.generation_config
     with pytest.raises(KeyboardInterrupt), models.greedy_generation(model, 8):

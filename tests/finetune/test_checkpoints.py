@@ -20,12 +20,12 @@ from cab_hf.finetune import checkpoints
 from cab_hf.finetune.checkpoints import Checkpoints, catch_sigterm
 
 
-class Killed(BaseException):
+class KilledError(BaseException):
     """Exception that simulates a killed process: ``except Exception`` does not catch it."""
 
 
 @pytest.fixture
-def checkpoint_folder(tmp_path):
+def checkpoints_of_run(tmp_path):
     """Return a `Checkpoints` of one process, without saved steps."""
     return Checkpoints(tmp_path / "checkpoints", 0, 1, lambda: None)
 
@@ -36,31 +36,37 @@ def write_adapter(folder):
     (folder / "weights").write_text("of the adapter")
 
 
-def save(checkpoint_folder, step):
+def save_step(checkpoints_of_run, step):
     """Save a checkpoint of ``step`` with a tensor of three elements, and return its folder."""
-    shared = {"value": torch.full((3,), step)}
-    return checkpoint_folder.save(step, shared, {"data": str(step)}, write_adapter)
+    shared_state = {"value": torch.full((3,), step)}
+    return checkpoints_of_run.save(step, shared_state, {"data": str(step)}, write_adapter)
 
 
-def list_folder_names(checkpoint_folder):
+def list_folder_names(checkpoints_of_run):
     """Return the sorted folder names of all checkpoints, complete or incomplete."""
-    return sorted(path.name for path in checkpoint_folder.folder.iterdir())
+    return sorted(path.name for path in checkpoints_of_run.folder.iterdir())
 
 
-def test_newest_two_checkpoints_remain(checkpoint_folder):
-    assert checkpoint_folder.find_newest() is None
+def test_newest_two_checkpoints_remain(checkpoints_of_run):
+    assert checkpoints_of_run.find_newest() is None
     # sorted by name, step-100000000 would come before step-99999999
     for step in (2, 4, 99_999_999, 100_000_000):
-        save(checkpoint_folder, step)
-    assert list_folder_names(checkpoint_folder) == ["step-100000000", "step-99999999"]
-    shared, own_state = checkpoint_folder.load(checkpoint_folder.find_newest())
-    assert (shared["step"], shared["value"][0], own_state["data"]) == (10**8, 10**8, "100000000")
-    assert (checkpoint_folder.find_newest() / "adapter" / "weights").read_text() == "of the adapter"
+        save_step(checkpoints_of_run, step)
+    assert list_folder_names(checkpoints_of_run) == ["step-100000000", "step-99999999"]
+    shared_state, process_state = checkpoints_of_run.load(checkpoints_of_run.find_newest())
+    assert (shared_state["step"], shared_state["value"][0], process_state["data"]) == (
+        10**8,
+        10**8,
+        "100000000",
+    )
+    assert (
+        checkpoints_of_run.find_newest() / "adapter" / "weights"
+    ).read_text() == "of the adapter"
 
 
 # (function in which saving step 3 is killed, calls of the function before the kill, newest
 # complete step afterwards)
-KILLS = {
+KILL_CASES = {
     "before the first file": ("save", 0, 2),
     "before the shared file": ("save", 1, 2),
     "before all files are synced": ("sync_to_disk", 2, 2),
@@ -70,128 +76,148 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(("function", "num_calls", "newest"), KILLS.values(), ids=KILLS)
+@pytest.mark.parametrize(
+    ("function_name", "num_calls_before_kill", "newest_step"), KILL_CASES.values(), ids=KILL_CASES
+)
 def test_incomplete_checkpoint_is_ignored(
-    checkpoint_folder, monkeypatch, function, num_calls, newest
+    checkpoints_of_run, monkeypatch, function_name, num_calls_before_kill, newest_step
 ):
-    save(checkpoint_folder, 1)
-    save(checkpoint_folder, 2)
-    owners = {
+    save_step(checkpoints_of_run, 1)
+    save_step(checkpoints_of_run, 2)
+    module_by_function = {
         "save": torch,
         "sync_to_disk": checkpoints,
         "rename": os,
         "rmtree": checkpoints.shutil,
     }
     # the first calls run the original function
-    original = getattr(owners[function], function)
-    killed = Mock(wraps=original, side_effect=[DEFAULT] * num_calls + [Killed])
+    original_function = getattr(module_by_function[function_name], function_name)
+    killing_mock = Mock(
+        wraps=original_function, side_effect=[DEFAULT] * num_calls_before_kill + [KilledError]
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(owners[function], function, killed)
-        with pytest.raises(Killed):
-            save(checkpoint_folder, 3)
-    assert checkpoint_folder.find_newest().name == f"step-{newest:08d}"
-    assert checkpoint_folder.load(checkpoint_folder.find_newest())[0]["step"] == newest
-    save(checkpoint_folder, 4)
+        patch.setattr(module_by_function[function_name], function_name, killing_mock)
+        with pytest.raises(KilledError):
+            save_step(checkpoints_of_run, 3)
+    assert checkpoints_of_run.find_newest().name == f"step-{newest_step:08d}"
+    assert checkpoints_of_run.load(checkpoints_of_run.find_newest())[0]["step"] == newest_step
+    save_step(checkpoints_of_run, 4)
     # saving step 4 has removed the incomplete folder of step 3
-    assert list_folder_names(checkpoint_folder) == [f"step-{newest:08d}", "step-00000004"]
+    assert list_folder_names(checkpoints_of_run) == [f"step-{newest_step:08d}", "step-00000004"]
 
 
-def test_files_are_synced_before_rename(checkpoint_folder, monkeypatch):
+def test_files_are_synced_before_rename(checkpoints_of_run, monkeypatch):
     events = []
-    sync, rename = checkpoints.sync_to_disk, os.rename
-    monkeypatch.setattr(checkpoints, "sync_to_disk", lambda path: (events.append(path), sync(path)))
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("renamed"), rename(a, b)))
-    target = save(checkpoint_folder, 1)
-    synced_before = {path.name for path in events[: events.index("renamed")]}
-    assert {path.name for path in target.rglob("*")} <= synced_before
-    assert events[-1] == checkpoint_folder.folder
+    original_sync, original_rename = checkpoints.sync_to_disk, os.rename
+    monkeypatch.setattr(
+        checkpoints, "sync_to_disk", lambda path: (events.append(path), original_sync(path))
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: (events.append("renamed"), original_rename(a, b))
+    )
+    saved_folder = save_step(checkpoints_of_run, 1)
+    names_synced_before_rename = {path.name for path in events[: events.index("renamed")]}
+    assert {path.name for path in saved_folder.rglob("*")} <= names_synced_before_rename
+    assert events[-1] == checkpoints_of_run.folder
 
 
-@pytest.mark.parametrize("large_part", ["own_state", "shared", "adapter"])
-def test_full_disk_error_is_the_same_for_all_libraries(checkpoint_folder, large_part):
-    save(checkpoint_folder, 1)
-    large, small = {"x": torch.zeros(50_000)}, {"x": torch.zeros(1)}
+@pytest.mark.parametrize("large_part", ["process_state", "shared", "adapter"])
+def test_full_disk_error_is_the_same_for_all_libraries(checkpoints_of_run, large_part):
+    save_step(checkpoints_of_run, 1)
+    large_state, small_state = {"x": torch.zeros(50_000)}, {"x": torch.zeros(1)}
 
     def write_adapter(folder):
         folder.mkdir()
-        save_file(large if large_part == "adapter" else small, folder / "adapter.safetensors")
+        save_file(
+            large_state if large_part == "adapter" else small_state, folder / "adapter.safetensors"
+        )
 
-    shared = large if large_part == "shared" else small
-    own_state = large if large_part == "own_state" else small
+    shared_state = large_state if large_part == "shared" else small_state
+    process_state = large_state if large_part == "process_state" else small_state
     # simulate a full disk: limit the size of each written file to 100,000 bytes
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    previous_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous_limits[1]))
     try:
         with pytest.raises(LogError, match=r"step-00000002 cannot be written \(.*too large"):
-            checkpoint_folder.save(2, shared, own_state, write_adapter)
+            checkpoints_of_run.save(2, shared_state, process_state, write_adapter)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list_folder_names(checkpoint_folder) == [".step-00000002.partial", "step-00000001"]
-    save(checkpoint_folder, 2)
-    assert list_folder_names(checkpoint_folder) == ["step-00000001", "step-00000002"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous_limits)
+    assert list_folder_names(checkpoints_of_run) == [".step-00000002.partial", "step-00000001"]
+    save_step(checkpoints_of_run, 2)
+    assert list_folder_names(checkpoints_of_run) == ["step-00000001", "step-00000002"]
 
 
-def test_other_process_count_raises(checkpoint_folder):
-    folder = save(checkpoint_folder, 1)
-    checkpoints_of_two = Checkpoints(checkpoint_folder.folder, 0, 2, lambda: None)
+def test_other_process_count_raises(checkpoints_of_run):
+    saved_folder = save_step(checkpoints_of_run, 1)
+    checkpoints_of_two_processes = Checkpoints(checkpoints_of_run.folder, 0, 2, lambda: None)
     with pytest.raises(UsageError, match="made by 1 processes, and this run has 2. Start as many"):
-        checkpoints_of_two.load(folder)
+        checkpoints_of_two_processes.load(saved_folder)
 
 
-def flip_bit(content):
+def flip_bit(file_content):
     """Return the content of a file with one flipped bit in a tensor of 64 threes."""
-    index = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
-    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+    byte_index = file_content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
+    return (
+        file_content[:byte_index]
+        + bytes([file_content[byte_index] ^ 1])
+        + file_content[byte_index + 1 :]
+    )
 
 
-class Foreign:
+class ForeignClass:
     """Class that `torch.load` rejects with ``weights_only=True``."""
 
 
-def pickled_class(_):
-    """Return the bytes of a file in which `torch.save` pickled a `Foreign` object."""
+def pickle_foreign_object(_):
+    """Return the bytes of a file in which `torch.save` pickled a `ForeignClass` object."""
     buffer = io.BytesIO()
-    torch.save(Foreign(), buffer)
+    torch.save(ForeignClass(), buffer)
     return buffer.getvalue()
 
 
 # by name: function from the content of a file to its damaged content; None: remove the file
-CHANGES = {"flipped bit": flip_bit, "truncated": lambda content: content[: len(content) // 2]}
-CHANGES |= {"text": lambda _: b"no checkpoint", "pickled class": pickled_class, "missing": None}
+FILE_DAMAGES = {"flipped bit": flip_bit, "truncated": lambda content: content[: len(content) // 2]}
+FILE_DAMAGES |= {
+    "text": lambda _: b"no checkpoint",
+    "pickled class": pickle_foreign_object,
+    "missing": None,
+}
 
 
-@pytest.mark.parametrize("file", ["shared.pt", "process-0.pt", "adapter/weights"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_damaged_checkpoint_raises(checkpoint_folder, file, change):
-    def write_adapter(folder):
-        folder.mkdir()
-        save_file({"x": torch.full((64,), 3.0)}, folder / "weights")
+@pytest.mark.parametrize("damaged_file", ["shared.pt", "process-0.pt", "adapter/weights"])
+@pytest.mark.parametrize("damage", FILE_DAMAGES.values(), ids=FILE_DAMAGES)
+def test_damaged_checkpoint_raises(checkpoints_of_run, damaged_file, damage):
+    def write_adapter(saved_folder):
+        saved_folder.mkdir()
+        save_file({"x": torch.full((64,), 3.0)}, saved_folder / "weights")
 
     for step in (1, 2):
-        state = {"x": torch.full((64,), 3.0)}
-        folder = checkpoint_folder.save(step, state, state, write_adapter)
-    if change is None:
-        (folder / file).unlink()
+        tensor_state = {"x": torch.full((64,), 3.0)}
+        saved_folder = checkpoints_of_run.save(step, tensor_state, tensor_state, write_adapter)
+    if damage is None:
+        (saved_folder / damaged_file).unlink()
     else:
-        (folder / file).write_bytes(change((folder / file).read_bytes()))
-    with pytest.raises(UsageError) as raised:
-        checkpoint_folder.load(checkpoint_folder.find_newest())
-    message = str(raised.value)
-    assert message.startswith(f"checkpoint step-00000002 cannot be read ({file}")
+        (saved_folder / damaged_file).write_bytes(
+            damage((saved_folder / damaged_file).read_bytes())
+        )
+    with pytest.raises(UsageError) as error_info:
+        checkpoints_of_run.load(checkpoints_of_run.find_newest())
+    message = str(error_info.value)
+    assert message.startswith(f"checkpoint step-00000002 cannot be read ({damaged_file}")
     assert message.endswith(
         "). Remove the folder, and the run continues from the checkpoint before it."
     )
     assert "weights_only" not in message and len(message.splitlines()) == 1
-    shutil.rmtree(folder)
-    assert checkpoint_folder.load(checkpoint_folder.find_newest())[0]["step"] == 1
+    shutil.rmtree(saved_folder)
+    assert checkpoints_of_run.load(checkpoints_of_run.find_newest())[0]["step"] == 1
 
 
 def test_sigterm_sets_stop_flag_only():
     previous_handler = signal.getsignal(signal.SIGTERM)
-    with catch_sigterm() as stop_requested:
-        assert not stop_requested()
+    with catch_sigterm() as is_stop_requested:
+        assert not is_stop_requested()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop_requested()
+        assert is_stop_requested()
     assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
@@ -202,15 +228,15 @@ def test_checkpoint_has_trained_parameters_and_generator_states():
         """Draw one number from each random generator: Python, NumPy and torch."""
         return random.random(), float(np.random.rand()), torch.rand(1).item()
 
-    state = checkpoints.get_random_state()
-    expected = draw_random_numbers()
-    checkpoints.load_random_state(state)
-    assert draw_random_numbers() == expected
+    random_state = checkpoints.get_random_state()
+    expected_numbers = draw_random_numbers()
+    checkpoints.load_random_state(random_state)
+    assert draw_random_numbers() == expected_numbers
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     # frozen parameters are not saved
     model[0].bias.requires_grad_(False)
-    saved = checkpoints.copy_parameters(model)
-    assert saved.keys() == {"0.weight", "2.weight", "2.bias"}
+    saved_parameters = checkpoints.copy_parameters(model)
+    assert saved_parameters.keys() == {"0.weight", "2.weight", "2.bias"}
     model[0].bias.requires_grad_(True)
     with pytest.raises(UsageError, match="trains other parameters .0.bias is one of 1."):
-        checkpoints.load_parameters(model, saved)
+        checkpoints.load_parameters(model, saved_parameters)

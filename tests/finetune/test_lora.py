@@ -22,61 +22,70 @@ from launches import (
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save
-from tiny import SPARSE
-from words import TEXT, save_llama
+from tiny import SPARSE_CONFIG
+from words import PROSE_TEXT, save_llama
 
 from cab_hf.experiment.log import read_log
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import cost_model, lora, merge, train
-from cab_hf.finetune.data import Packed
+from cab_hf.finetune.data import SequencePacker
 from cab_hf.finetune.models import load_model
-from cab_hf.finetune.objective import learning_rate
+from cab_hf.finetune.objective import compute_learning_rate
 from cab_hf.finetune.sources import make_source
 
-# names of runs in which `MEDDLED` injects an error into one process
-FAULTY_RUNS = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
+# names of runs in which `PROGRAM_WITH_ERRORS` injects an error into one process
+FAULTY_RUN_NAMES = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
 
-def two_machines(folder, name):
+def write_data_of_two_machines(folder, file_stem):
     """Write data of two machines: a file in folder 0 and a file of the same name in folder 1.
 
     Only the last documents of the files differ. Returns the path of the file in folder 0.
     """
     for rank in "01":
         (folder / rank).mkdir(exist_ok=True)
-        lines = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
-        (folder / rank / f"{name}.jsonl").write_text("\n".join(lines))
-    return folder / "0" / f"{name}.jsonl"
+        lines = [json.dumps({"text": PROSE_TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
+        (folder / rank / f"{file_stem}.jsonl").write_text("\n".join(lines))
+    return folder / "0" / f"{file_stem}.jsonl"
 
 
 @pytest.mark.slow
 def test_two_processes_resume_after_kill_and_stop(tmp_path):
     """Test all behaviour of two processes with few launches, because a launch is slow."""
     (script := tmp_path / "meddled.py").write_text(PROGRAM_WITH_ERRORS)
-    commands = {
+    command_by_run = {
         name: " ".join([*TRAIN_COMMAND[1:], "--out", str(tmp_path / name)])
-        for name in ("whole", "stopped", "killed", *FAULTY_RUNS)
+        for name in ("whole", "stopped", "killed", *FAULTY_RUN_NAMES)
     }
-    commands["spoilt-source-d"] += f" --data {two_machines(tmp_path, 'data')}"
-    commands["spoilt-source-v"] += f" --validation {two_machines(tmp_path, 'validation')}"
-    commands["two"] = " ".join(
+    command_by_run["spoilt-source-d"] += f" --data {write_data_of_two_machines(tmp_path, 'data')}"
+    command_by_run["spoilt-source-v"] += (
+        f" --validation {write_data_of_two_machines(tmp_path, 'validation')}"
+    )
+    command_by_run["two"] = " ".join(
         [*SHORT_RUN_OPTIONS, "--dropout", "0", "--out", str(tmp_path / "two")]
     )
     # the second "stopped" run resumes after step 3, so that it does not stop again
-    series = " / ".join(
-        commands[name] for name in ("whole", "two", *FAULTY_RUNS, "stopped", "stopped")
+    joined_commands = " / ".join(
+        command_by_run[name] for name in ("whole", "two", *FAULTY_RUN_NAMES, "stopped", "stopped")
     )
-    process = run_process([*LAUNCH_COMMAND, str(script), series])
+    process = run_process([*LAUNCH_COMMAND, str(script), joined_commands])
     assert process.returncode == 0, process.stderr[-3000:]
-    assert run_process([*LAUNCH_COMMAND, str(script), commands["killed"]]).returncode != 0
+    assert run_process([*LAUNCH_COMMAND, str(script), command_by_run["killed"]]).returncode != 0
     # the run was killed between the checkpoints of steps 2 and 4, so that it computes step 3 again
     assert [step for _, step, _ in read_losses(tmp_path / "killed")] == [1, 2]
-    one = ["--tokens-per-step", "512", "--dropout", "0", "--out", str(tmp_path / "one")]
-    merge = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
+    one_process_options = [
+        "--tokens-per-step",
+        "512",
+        "--dropout",
+        "0",
+        "--out",
+        str(tmp_path / "one"),
+    ]
+    merge_command = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
     for command in (
         [*LAUNCH_COMMAND, *TRAIN_COMMAND, "--out", str(tmp_path / "killed")],
-        ["python", *merge, str(tmp_path / "merged")],
-        ["python", "finetune/lora.py", *SHORT_RUN_OPTIONS, *one],
+        ["python", *merge_command, str(tmp_path / "merged")],
+        ["python", "finetune/lora.py", *SHORT_RUN_OPTIONS, *one_process_options],
     ):
         later_process = run_process(command)
         assert later_process.returncode == 0, later_process.stderr[-3000:]
@@ -88,19 +97,21 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     # both processes stop if one receives SIGTERM
     message = "stopped at step 3 on request; the same command continues."
     assert process.stdout.count(message) == 1
-    statuses = [(tmp_path / f"meddled.py.{rank}").read_text() for rank in (0, 1)]
-    assert statuses == ["00222200"] * 2
+    exit_statuses = [(tmp_path / f"meddled.py.{rank}").read_text() for rank in (0, 1)]
+    assert exit_statuses == ["00222200"] * 2
     assert read_losses(tmp_path / "stopped") == read_losses(tmp_path / "whole")
-    names = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
-    assert names == ["step-00000004", "step-00000006"]
+    checkpoint_names = sorted(
+        path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()
+    )
+    assert checkpoint_names == ["step-00000004", "step-00000006"]
     # two processes equal one process with two accumulation steps; no two steps have equal values
     for field in ("density", "grad_norm", "loss"):
-        of_one, of_two = (
+        values_of_one_process, values_of_two_processes = (
             read_step_field(tmp_path / "one", field),
             read_step_field(tmp_path / "two", field),
         )
-        assert of_one == pytest.approx(of_two, rel=1e-5)
-    assert len(set(of_one)) == len(of_one) == 4
+        assert values_of_one_process == pytest.approx(values_of_two_processes, rel=1e-5)
+    assert len(set(values_of_one_process)) == len(values_of_one_process) == 4
     # both processes stop if one has a NaN gradient, and both name the parameter
     message = "step 3 has a gradient that is not finite, the first in base_model"
     assert process.stderr.count(message) == 2
@@ -108,26 +119,26 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     (checkpoint,) = (tmp_path / "spoilt" / "checkpoints").iterdir()
     assert checkpoint.name == "step-00000002"
     # if weights or data differ between processes, the run stops before the first step
-    weight = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
-    sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
-    for fact in (weight, *sources):
+    weight_fact = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
+    source_facts = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
+    for fact in (weight_fact, *source_facts):
         message = f"{fact} must be equal in all processes, got another value in process 1"
         assert process.stderr.count(message) == 2
-    assert not any((tmp_path / name).exists() for name in FAULTY_RUNS[1:])
+    assert not any((tmp_path / name).exists() for name in FAULTY_RUN_NAMES[1:])
 
 
-def run(tmp_path, words=(), *, name="run", draws_curve=False):
-    """Train in this process with `SHORT_RUN_OPTIONS` and ``words``; return the exit status."""
-    with pytest.MonkeyPatch.context() as patch:
+def run(tmp_path, run_options=(), *, run_name="run", draws_curve=False):
+    """Train in this process with `SHORT_RUN_OPTIONS` and ``run_options``; return the status."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
         # drawing the loss curve takes as long as the training
         if not draws_curve:
-            patch.setattr(train.curve, "draw_curve", lambda *_: None)
-        return lora.main([*SHORT_RUN_OPTIONS, *words, "--out", str(tmp_path / name)])
+            monkeypatch.setattr(train.curve, "draw_curve", lambda *_: None)
+        return lora.main([*SHORT_RUN_OPTIONS, *run_options, "--out", str(tmp_path / run_name)])
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """Train with the options `SMALL`, and return the folder of the finished run."""
+    """Train with `SHORT_RUN_OPTIONS`, and return the folder of the finished run."""
     folder = tmp_path_factory.mktemp("finished")
     assert run(folder) == 0
     return folder / "run"
@@ -135,37 +146,41 @@ def finished_run(tmp_path_factory):
 
 def read_error_message(capsys):
     """Return the error message that the command printed; there must be exactly one."""
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
-    return line
+    (error_line,) = [
+        output_line
+        for output_line in capsys.readouterr().err.splitlines()
+        if output_line.startswith(lora.PROG)
+    ]
+    return error_line
 
 
-def train_until(tmp_path, last, words=()):
-    """Run a training that receives SIGTERM during step ``last``."""
+def train_until(tmp_path, last_step, run_options=()):
+    """Run a training that receives SIGTERM during step ``last_step``."""
     original_step = train.Run._run_step
 
-    def stopped_step(self, step, stop_request):
-        if step == last:
+    def stop_in_step(self, step, stop_request):
+        if step == last_step:
             os.kill(os.getpid(), signal.SIGTERM)
         return original_step(self, step, stop_request)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Run, "_run_step", stopped_step)
-        assert run(tmp_path, words) == 0
-    assert len(read_step_field(tmp_path / "run", "loss")) == last
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(train.Run, "_run_step", stop_in_step)
+        assert run(tmp_path, run_options) == 0
+    assert len(read_step_field(tmp_path / "run", "loss")) == last_step
 
 
 def test_run_with_validation_writes_files_and_complete_log(tmp_path):
-    words = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
-    words += ["--validation", "retrieval:passkey:256"]
-    assert run(tmp_path, words, draws_curve=True) == 0
-    out = tmp_path / "run"
-    names = {path.name for path in out.iterdir()}
-    assert names == {"log.jsonl", "curve.png", "results.json", "adapter", "checkpoints"}
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((out / "results.json").read_text())
+    run_options = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
+    run_options += ["--validation", "retrieval:passkey:256"]
+    assert run(tmp_path, run_options, draws_curve=True) == 0
+    run_folder = tmp_path / "run"
+    file_names = {path.name for path in run_folder.iterdir()}
+    assert file_names == {"log.jsonl", "curve.png", "results.json", "adapter", "checkpoints"}
+    assert (run_folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((run_folder / "results.json").read_text())
     assert results["processes"] == 1 and results["provenance"]["settings"]["length"] == 256
     assert results["evaluation"]["step"] == 4
-    for record in read_log(out / train.LOG_FILE)[1]:
+    for record in read_log(run_folder / train.LOG_FILE)[1]:
         if record["kind"] == "evaluation":
             assert record["step"] in (3, 4) and 0 < record["held_out_loss"] < 10
             assert record["passkey"].keys() == {"192", "256"}
@@ -179,62 +194,70 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
 
 def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished_run):
     assert run(tmp_path, ["--adapter-dtype", "bfloat16"]) == 0
-    unrounded = load_saved_weights(finished_run)
-    assert {x.dtype for x in unrounded.values()} == {torch.float32}
+    unrounded_weights = load_saved_weights(finished_run)
+    assert {tensor.dtype for tensor in unrounded_weights.values()} == {torch.float32}
     assert_same_tensors(
-        load_saved_weights(tmp_path / "run"), {name: x.bfloat16() for name, x in unrounded.items()}
+        load_saved_weights(tmp_path / "run"),
+        {name: tensor.bfloat16() for name, tensor in unrounded_weights.items()},
     )
-    shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
-    assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
+    shared_state = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
+    assert {tensor.dtype for tensor in shared_state["parameters"].values()} == {torch.float32}
 
 
 def test_full_budget_run_matches_peft_loop(tmp_path):
     """Compare with a plain PEFT loop with SDPA, the same data and the same learning rates."""
-    words = ["--cab", "mass_threshold=0", "--dropout", "0", "--data", "retrieval:keys:100"]
-    words += ["--steps", "8", "--lr", "1e-2"]
-    assert run(tmp_path, words) == 0
-    settings = lora.read([*SHORT_RUN_OPTIONS, *words])
+    run_options = ["--cab", "mass_threshold=0", "--dropout", "0", "--data", "retrieval:keys:100"]
+    run_options += ["--steps", "8", "--lr", "1e-2"]
+    assert run(tmp_path, run_options) == 0
+    settings = lora.read([*SHORT_RUN_OPTIONS, *run_options])
     torch.manual_seed(settings.seed)
     model, tokenizer = load_model("tiny", dtype="float32", attn_implementation="sdpa")
-    fields = {"r": settings.rank, "lora_alpha": settings.alpha}
-    model = get_peft_model(model, LoraConfig(**fields, target_modules=list(settings.targets)))
-    trained = [x for x in model.parameters() if x.requires_grad]
-    optimizer = torch.optim.AdamW(trained, betas=(0.9, settings.beta2), weight_decay=0.0)
-    sources = [(make_source(name), share) for name, share in settings.parse_sources()]
-    packed, expected = Packed(tokenizer, sources, settings.length, 0, hold_out=0), []
+    lora_options = {"r": settings.rank, "lora_alpha": settings.alpha}
+    model = get_peft_model(model, LoraConfig(**lora_options, target_modules=list(settings.targets)))
+    trained_parameters = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    optimizer = torch.optim.AdamW(trained_parameters, betas=(0.9, settings.beta2), weight_decay=0.0)
+    source_shares = [
+        (make_source(source_name), share) for source_name, share in settings.parse_sources()
+    ]
+    packer, expected_losses = (
+        SequencePacker(tokenizer, source_shares, settings.length, 0, hold_out_every=0),
+        [],
+    )
     for step in range(1, 9):
-        optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
-        batch = {name: x[None] for name, x in next(packed).items()}
+        optimizer.param_groups[0]["lr"] = compute_learning_rate(step, settings)
+        batch = {tensor_name: tensor[None] for tensor_name, tensor in next(packer).items()}
         labels = batch.pop("labels").flatten()
         loss = torch.nn.functional.cross_entropy(model(**batch, use_cache=False).logits[0], labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, settings.clip)
+        torch.nn.utils.clip_grad_norm_(trained_parameters, settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        expected.append(loss.item())
+        expected_losses.append(loss.item())
     assert read_step_field(tmp_path / "run", "density") == [1.0] * 8
-    assert read_step_field(tmp_path / "run", "loss") == pytest.approx(expected, rel=1e-4)
-    assert expected[-1] < 0.97 * expected[0]
+    assert read_step_field(tmp_path / "run", "loss") == pytest.approx(expected_losses, rel=1e-4)
+    assert expected_losses[-1] < 0.97 * expected_losses[0]
 
 
 # by name: the options of two runs that must have equal losses
-EQUIVALENT = {
+EQUIVALENT_OPTIONS = {
     "micro batches": (["--micro-batch", "2"], ["--tokens-per-step", "512"]),
     "tiles and offloaded checkpoints": ([], ["--tile-tokens", "48", "--offload-layers", "1"]),
 }
 
 
-@pytest.mark.parametrize(("words", "other_words"), EQUIVALENT.values(), ids=EQUIVALENT)
-def test_memory_options_do_not_change_losses(tmp_path, words, other_words):
-    assert run(tmp_path, ["--dropout", "0", *words], name="one") == 0
-    assert run(tmp_path, ["--dropout", "0", *other_words], name="other") == 0
+@pytest.mark.parametrize(
+    ("first_options", "second_options"), EQUIVALENT_OPTIONS.values(), ids=EQUIVALENT_OPTIONS
+)
+def test_memory_options_do_not_change_losses(tmp_path, first_options, second_options):
+    assert run(tmp_path, ["--dropout", "0", *first_options], run_name="one") == 0
+    assert run(tmp_path, ["--dropout", "0", *second_options], run_name="other") == 0
     for field in ("loss", "grad_norm"):
-        expected = read_step_field(tmp_path / "one", field)
-        assert read_step_field(tmp_path / "other", field) == pytest.approx(expected, rel=1e-5)
+        first_values = read_step_field(tmp_path / "one", field)
+        assert read_step_field(tmp_path / "other", field) == pytest.approx(first_values, rel=1e-5)
 
 
 # by option: a file whose content a resumed run must compare with the content at its start
-CONTENTS = {
+FILE_BY_OPTION = {
     "data": "data.jsonl",
     "validation": "validation.jsonl",
     "calibration": "calibration.json",
@@ -242,140 +265,177 @@ CONTENTS = {
 }
 
 
-def change_content(file):
-    """Return the content of ``file`` with changed weights, words or mass threshold."""
-    if file.suffix == ".safetensors":
-        return save({name: x + 0.1 for name, x in load_file(file).items()})
-    threshold = '"mass_threshold": 0.'
-    return file.read_text().replace("It", "He").replace(threshold, f"{threshold}1").encode()
+def change_content(changed_file):
+    """Return the content of ``changed_file`` with changed weights, words or mass threshold."""
+    if changed_file.suffix == ".safetensors":
+        return save({name: tensor + 0.1 for name, tensor in load_file(changed_file).items()})
+    threshold_prefix = '"mass_threshold": 0.'
+    return (
+        changed_file.read_text()
+        .replace("It", "He")
+        .replace(threshold_prefix, f"{threshold_prefix}1")
+        .encode()
+    )
 
 
 def test_changed_content_under_same_name_raises(tmp_path, capsys):
     save_llama(tmp_path / "model")
-    SPARSE.save(tmp_path / "calibration.json")
-    for kind, count in (("data", 20), ("validation", 15)):
-        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"text": TEXT * count}) + "\n")
-    words = ["--held-out", "1", "--passkeys", "0", "--steps", "3"]
-    for name, file in CONTENTS.items():
-        words += [f"--{name}", str(tmp_path / file.partition("/")[0])]
-    assert run(tmp_path, words) == 0
-    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    SPARSE_CONFIG.save(tmp_path / "calibration.json")
+    for file_stem, num_repetitions in (("data", 20), ("validation", 15)):
+        (tmp_path / f"{file_stem}.jsonl").write_text(
+            json.dumps({"text": PROSE_TEXT * num_repetitions}) + "\n"
+        )
+    run_options = ["--held-out", "1", "--passkeys", "0", "--steps", "3"]
+    for option, file_name in FILE_BY_OPTION.items():
+        run_options += [f"--{option}", str(tmp_path / file_name.partition("/")[0])]
+    assert run(tmp_path, run_options) == 0
+    log_bytes = (tmp_path / "run" / "log.jsonl").read_bytes()
     # new time stamps do not count as changed content
     for file in tmp_path.rglob("*.json*"):
         os.utime(file, (1, 1))
-    assert run(tmp_path, words) == 0
+    assert run(tmp_path, run_options) == 0
     capsys.readouterr()
-    for option, name in CONTENTS.items():
-        file = tmp_path / name
+    for option, file_name in FILE_BY_OPTION.items():
+        file = tmp_path / file_name
         original_content, changed_content = file.read_bytes(), change_content(file)
         assert changed_content != original_content
         file.write_bytes(changed_content)
-        assert run(tmp_path, words) == 2
+        assert run(tmp_path, run_options) == 2
         field = f"{option}.{file}" if option in ("data", "validation") else option
         assert f"log.jsonl was made with sha256.{field} '" in read_error_message(capsys)
-        assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+        assert (tmp_path / "run" / "log.jsonl").read_bytes() == log_bytes
         file.write_bytes(original_content)
 
 
 @pytest.mark.parametrize("is_truncated", [False, True], ids=["log lost", "log truncated"])
 def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished_run, is_truncated):
     train_until(tmp_path, 2)
-    out = tmp_path / "run"
-    text = (out / train.LOG_FILE).read_text()
-    (out / train.LOG_FILE).unlink()
+    run_folder = tmp_path / "run"
+    log_text = (run_folder / train.LOG_FILE).read_text()
+    (run_folder / train.LOG_FILE).unlink()
     if is_truncated:
-        (out / train.LOG_FILE).write_text(text[:30])
+        (run_folder / train.LOG_FILE).write_text(log_text[:30])
     assert run(tmp_path, ["--lr", "1e-3"]) == 2
     assert "checkpoints/step-00000002 was made with lr 0.002" in read_error_message(capsys)
     # with its original settings, the run continues
     assert run(tmp_path) == 0
     assert "log.jsonl has 0 of the 2 steps that were made before." in capsys.readouterr().out
-    assert read_losses(out) == read_losses(finished_run)[2:]
+    assert read_losses(run_folder) == read_losses(finished_run)[2:]
 
 
 def test_finished_run_is_unchanged_and_cleaned_up(finished_run, capsys):
-    half_removed = finished_run / "checkpoints" / ".step-00000002.removed"
-    log = (finished_run / train.LOG_FILE).read_bytes()
-    half_removed.mkdir()
-    assert run(finished_run.parent) == 0 and not half_removed.exists()
+    half_removed_folder = finished_run / "checkpoints" / ".step-00000002.removed"
+    log_bytes = (finished_run / train.LOG_FILE).read_bytes()
+    half_removed_folder.mkdir()
+    assert run(finished_run.parent) == 0 and not half_removed_folder.exists()
     # with other settings, the run does not continue
     assert run(finished_run.parent, ["--lr", "1e-3"]) == 2
     assert "log.jsonl was made with lr 0.002, this run has 0.001" in read_error_message(capsys)
-    assert (finished_run / train.LOG_FILE).read_bytes() == log
+    assert (finished_run / train.LOG_FILE).read_bytes() == log_bytes
 
 
 # train all weights; --rank and --alpha reset the values of the config file to their defaults
-ALL = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
+TRAIN_ALL_OPTIONS = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
 # sampled blocks and dropout use random generators, whose states a checkpoint must contain
-SAMPLED = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
+RANDOM_STATE_OPTIONS = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
 # 4-bit weights with an evaluation after each step, which must not change the weights
-QLORA = ["--qlora", "--held-out", "1", "--eval-every", "1", "--validation", "retrieval:passkey:256"]
+QLORA_OPTIONS = [
+    "--qlora",
+    "--held-out",
+    "1",
+    "--eval-every",
+    "1",
+    "--validation",
+    "retrieval:passkey:256",
+]
 
 
-def dynamic(folder):
+def make_dynamic_rope_options(folder):
     """Return options of a run with dynamic RoPE whose first sequence is longer than later ones."""
-    config = save_llama(folder / "model") / "config.json"
-    config.write_text(
-        json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 100})
+    config_file = save_llama(folder / "model") / "config.json"
+    config_file.write_text(
+        json.dumps({**json.loads(config_file.read_text()), "max_position_embeddings": 100})
     )
-    model = ["--model", str(config.parent), "--rope", "dynamic", "--attention", "sdpa"]
-    return [*model, "--data", "retrieval:passkey:256=1,retrieval:passkey:120=40"]
+    model_options = ["--model", str(config_file.parent), "--rope", "dynamic", "--attention", "sdpa"]
+    return [*model_options, "--data", "retrieval:passkey:256=1,retrieval:passkey:120=40"]
 
 
 @pytest.mark.parametrize(
-    ("words", "last"),
+    ("make_options", "last_step"),
     [
-        *((lambda _: [], 2), (lambda _: SAMPLED, 1), (dynamic, 2)),
-        (lambda folder: [*ALL, "--model", str(save_llama(folder / "base"))], 2),
-        (lambda _: [*ALL, "--dtype", "bfloat16"], 2),
-        (lambda _: QLORA, 2),
+        *((lambda _: [], 2), (lambda _: RANDOM_STATE_OPTIONS, 1), (make_dynamic_rope_options, 2)),
+        (lambda folder: [*TRAIN_ALL_OPTIONS, "--model", str(save_llama(folder / "base"))], 2),
+        (lambda _: [*TRAIN_ALL_OPTIONS, "--dtype", "bfloat16"], 2),
+        (lambda _: QLORA_OPTIONS, 2),
     ],
     ids=["adapter", "sampled blocks", "dynamic", "all weights", "products in bfloat16", "nf4"],
 )
-def test_stopped_run_resumes_bit_identically(tmp_path, capsys, finished_run, words, last):
-    words = words(tmp_path)
-    assert not words or run(tmp_path, words, name="whole") == 0
+def test_stopped_run_resumes_bit_identically(
+    tmp_path, capsys, finished_run, make_options, last_step
+):
+    run_options = make_options(tmp_path)
+    assert not run_options or run(tmp_path, run_options, run_name="whole") == 0
     capsys.readouterr()
-    train_until(tmp_path, last, words)
-    message = f"stopped at step {last} on request; the same command continues.\n"
+    train_until(tmp_path, last_step, run_options)
+    message = f"stopped at step {last_step} on request; the same command continues.\n"
     assert capsys.readouterr().out == message
-    assert run(tmp_path, words) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished_run)
+    assert run(tmp_path, run_options) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole" if run_options else finished_run)
 
 
 def test_adapter_of_4_bit_weights_merges_into_base(tmp_path, capsys):
     assert run(tmp_path, ["--qlora"]) == 0
     assert merge.main([str(tmp_path / "run" / "adapter"), str(tmp_path / "merged")]) == 0
     assert "merged; the largest difference of a logit is" in capsys.readouterr().out
-    merged, _ = load_model(str(tmp_path / "merged"), dtype="float32")
-    assert not any(hasattr(weight, "quant_state") for weight in merged.parameters())
+    merged_model, _ = load_model(str(tmp_path / "merged"), dtype="float32")
+    assert not any(hasattr(weight, "quant_state") for weight in merged_model.parameters())
 
 
 def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch):
-    runs, losses_of, end = [], {}, train.Run._write_results
+    finished_runs, losses_by_dtype, original_write_results = [], {}, train.Run._write_results
     monkeypatch.setattr(
-        train.Run, "_write_results", lambda self, log: (runs.append(self), end(self, log))
+        train.Run,
+        "_write_results",
+        lambda self, log: (finished_runs.append(self), original_write_results(self, log)),
     )
-    words = [*ALL, "--model", str(save_llama(tmp_path / "base")), "--steps", "12", "--lr", "1e-2"]
-    base, ids = load_file(tmp_path / "base" / "model.safetensors"), torch.arange(3, 40)[None]
+    run_options = [
+        *TRAIN_ALL_OPTIONS,
+        "--model",
+        str(save_llama(tmp_path / "base")),
+        "--steps",
+        "12",
+        "--lr",
+        "1e-2",
+    ]
+    base_weights, token_ids = (
+        load_file(tmp_path / "base" / "model.safetensors"),
+        torch.arange(3, 40)[None],
+    )
     for dtype in ("float32", "bfloat16"):
-        assert run(tmp_path, [*words, "--dtype", dtype], name=dtype) == 0
-        weights, trained = load_saved_weights(tmp_path / dtype), runs.pop().model.eval()
-        assert base.keys() == weights.keys()
-        assert not any(torch.equal(weight, base[name]) for name, weight in weights.items())
-        loaded, _ = load_model(str(tmp_path / dtype / "model"), dtype="float32")
-        assert {x.dtype for x in trained.parameters()} == {torch.float32}
+        assert run(tmp_path, [*run_options, "--dtype", dtype], run_name=dtype) == 0
+        saved_weights, trained_model = (
+            load_saved_weights(tmp_path / dtype),
+            finished_runs.pop().model.eval(),
+        )
+        assert base_weights.keys() == saved_weights.keys()
+        assert not any(
+            torch.equal(weight, base_weights[name]) for name, weight in saved_weights.items()
+        )
+        loaded_model, _ = load_model(str(tmp_path / dtype / "model"), dtype="float32")
+        assert {parameter.dtype for parameter in trained_model.parameters()} == {torch.float32}
         with torch.no_grad():
-            assert torch.equal(loaded(ids).logits, trained(ids).logits)
-        losses_of[dtype] = read_step_field(tmp_path / dtype, "loss")
-    exact, rounded = losses_of.values()
-    assert exact[-1] < 0.6 * exact[0]
+            assert torch.equal(loaded_model(token_ids).logits, trained_model(token_ids).logits)
+        losses_by_dtype[dtype] = read_step_field(tmp_path / dtype, "loss")
+    float32_losses, bfloat16_losses = losses_by_dtype.values()
+    assert float32_losses[-1] < 0.6 * float32_losses[0]
     # adapter products in bfloat16 instead of float32 change the losses slightly
-    assert rounded != exact and rounded == pytest.approx(exact, rel=0.05)
+    assert bfloat16_losses != float32_losses and bfloat16_losses == pytest.approx(
+        float32_losses, rel=0.05
+    )
 
 
 # cases "OPTIONS > PART OF THE ERROR MESSAGE", separated by ";" or line ends
-REFUSED = """
+REFUSED_OPTION_CASES = """
 --tokens-per-step 300 > tokens_per_step ; --length 8192 > length must be at most 4096
 --targets q_prj > targets must be names of linear layers ; --passkey-lengths 64 > passkey_lengths
 --cp 2 --length 512 > cp must divide the 1 processes ; --data gone.txt > gone.txt
@@ -386,10 +446,10 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("case", re.split(r" ; |\n", REFUSED.strip()))
-def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, case):
-    words, _, message = case.partition(" > ")
-    assert run(tmp_path, words.split()) == 2
+@pytest.mark.parametrize("option_case", re.split(r" ; |\n", REFUSED_OPTION_CASES.strip()))
+def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, option_case):
+    option_text, _, message = option_case.partition(" > ")
+    assert run(tmp_path, option_text.split()) == 2
     assert message in read_error_message(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
@@ -402,19 +462,19 @@ def test_foreign_output_folder_raises(tmp_path, capsys):
 
 
 # by name: (injected error, part of the printed message; None: the error propagates)
-ERRORS = {
+INJECTED_ERRORS = {
     "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "--micro-batch"),
     "disk": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
     "bug with files": (OSError(errno.EBADF, os.strerror(errno.EBADF)), None),
 }
 
 
-@pytest.mark.parametrize(("error", "message"), ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize(("error", "message"), INJECTED_ERRORS.values(), ids=INJECTED_ERRORS)
 def test_out_of_memory_exits_with_one_line(tmp_path, monkeypatch, capsys, error, message):
-    def fail(*_):
+    def raise_error(*_):
         raise error
 
-    monkeypatch.setattr(train.Run, "_accumulate_gradients", fail)
+    monkeypatch.setattr(train.Run, "_accumulate_gradients", raise_error)
     if message is None:
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             run(tmp_path)
@@ -425,53 +485,69 @@ def test_out_of_memory_exits_with_one_line(tmp_path, monkeypatch, capsys, error,
 
 def test_dry_run_prints_estimates(tmp_path, capsys):
     model = save_llama(tmp_path / "model")
-    words = ["--model", str(model), "--length", "1024", "--tokens-per-step", "4096", "--dry-run"]
-    assert run(tmp_path, words) == 0
-    printed = capsys.readouterr().out
-    settings = lora.read([*SHORT_RUN_OPTIONS, *words])
+    run_options = [
+        "--model",
+        str(model),
+        "--length",
+        "1024",
+        "--tokens-per-step",
+        "4096",
+        "--dry-run",
+    ]
+    assert run(tmp_path, run_options) == 0
+    report_text = capsys.readouterr().out
+    settings = lora.read([*SHORT_RUN_OPTIONS, *run_options])
     model, _ = train.build_model(settings, torch.device("cpu"))
     cost = cost_model.Cost.of(model)
     assert (
-        f"parameters: {cost.num_parameters:,}, trained: {cost.num_trained_parameters:,}" in printed
+        f"parameters: {cost.num_parameters:,}, trained: {cost.num_trained_parameters:,}"
+        in report_text
     )
-    pairs = 4 * 1024 * 1025 // 2
-    flops = cost.product_flops(4096) + sum(cost.attention_flops([pairs] * 2))
-    assert f"{flops:.3e}" in printed and "fits into" in printed and '"lr": 0.002' in printed
+    num_pairs = 4 * 1024 * 1025 // 2
+    step_flops = cost.count_product_flops(4096) + sum(cost.count_attention_flops([num_pairs] * 2))
+    assert (
+        f"{step_flops:.3e}" in report_text
+        and "fits into" in report_text
+        and '"lr": 0.002' in report_text
+    )
     assert not (tmp_path / "run").exists()
 
 
-WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+WEIGHT_NAME_PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 # by part of the run that becomes NaN: (options, pattern of the message)
-SPOILT_BY = {
+NAN_CASES = {
     "base": ([], "step 1 has a weight that is not finite, .* in base"),
-    "rate": (["--lr", "1e25"], f"step 2 has a gradient .* in {WEIGHT}A"),
-    "state": (["--save-every", "1"], f"step 1 has values that are not finite in {WEIGHT}B"),
+    "rate": (["--lr", "1e25"], f"step 2 has a gradient .* in {WEIGHT_NAME_PREFIX}A"),
+    "state": (
+        ["--save-every", "1"],
+        f"step 1 has values that are not finite in {WEIGHT_NAME_PREFIX}B",
+    ),
     "evaluation": (["--eval-every", "1"], "log.jsonl must contain finite numbers only"),
 }
 
 
-@pytest.mark.parametrize("spoilt", SPOILT_BY)
-def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
-    build, step, nan = train.build_model, torch.optim.AdamW.step, float("nan")
+@pytest.mark.parametrize("spoilt_part", NAN_CASES)
+def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt_part):
+    original_build, original_step, nan = train.build_model, torch.optim.AdamW.step, float("nan")
 
-    def spoilt_build(settings, device):
-        model, tokenizer = build(settings, device)
+    def build_spoilt_model(settings, device):
+        model, tokenizer = original_build(settings, device)
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] = nan
         return model, tokenizer
 
-    def spoilt_step(optimizer, closure=None):
-        step(optimizer, closure)
+    def step_and_spoil(optimizer, closure=None):
+        original_step(optimizer, closure)
         optimizer.param_groups[0]["params"][1].data[0, 0] = nan
 
-    if spoilt == "base":
-        monkeypatch.setattr(train, "build_model", spoilt_build)
-    if spoilt == "state":
-        monkeypatch.setattr(torch.optim.AdamW, "step", spoilt_step)
-    if spoilt == "evaluation":
-        result = {"held_out_loss": nan, "passkey": {}}
-        monkeypatch.setattr(train.Validation, "measure", lambda *_: result)
-    words, message = SPOILT_BY[spoilt]
-    assert run(tmp_path, words) == 2
+    if spoilt_part == "base":
+        monkeypatch.setattr(train, "build_model", build_spoilt_model)
+    if spoilt_part == "state":
+        monkeypatch.setattr(torch.optim.AdamW, "step", step_and_spoil)
+    if spoilt_part == "evaluation":
+        nan_evaluation = {"held_out_loss": nan, "passkey": {}}
+        monkeypatch.setattr(train.Validation, "evaluate", lambda *_: nan_evaluation)
+    run_options, message = NAN_CASES[spoilt_part]
+    assert run(tmp_path, run_options) == 2
     assert re.search(message, read_error_message(capsys))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
@@ -479,31 +555,39 @@ def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
 
 def test_evaluation_does_not_change_training(tmp_path):
     # evaluation sequences are longer than training sequences: dynamic RoPE changes frequencies
-    words = [*dynamic(tmp_path), "--data", "retrieval:passkey:120", "--held-out", "1"]
-    words += ["--validation", "retrieval:passkey:256"]
-    for every in "10":
-        assert run(tmp_path, [*words, "--eval-every", every], name=every) == 0
+    run_options = [
+        *make_dynamic_rope_options(tmp_path),
+        "--data",
+        "retrieval:passkey:120",
+        "--held-out",
+        "1",
+    ]
+    run_options += ["--validation", "retrieval:passkey:256"]
+    for eval_every in "10":
+        assert run(tmp_path, [*run_options, "--eval-every", eval_every], run_name=eval_every) == 0
     assert read_step_field(tmp_path / "1", "loss") == read_step_field(tmp_path / "0", "loss")
     assert_same_tensors(load_saved_weights(tmp_path / "1"), load_saved_weights(tmp_path / "0"))
 
 
 def test_run_starts_from_adapter_of_another_run(tmp_path, finished_run):
-    adapter = ["--adapter", str(finished_run / "adapter")]
+    adapter_options = ["--adapter", str(finished_run / "adapter")]
 
-    def new_model(words):
+    def build_new_model(run_options):
         """Build the model of a new run whose --adapter is that of the finished run."""
         return train.build_model(
-            lora.read([*SHORT_RUN_OPTIONS, *adapter, *words, "--out", "next"]), "cpu"
+            lora.read([*SHORT_RUN_OPTIONS, *adapter_options, *run_options, "--out", "next"]), "cpu"
         )[0]
 
-    model = new_model(["--length", "512"])
-    actual = get_peft_model_state_dict(model, save_embedding_layers=False)
-    saved = load_saved_weights(finished_run)
-    assert_same_tensors(actual, saved)
-    assert any(x.any() for name, x in actual.items() if "lora_B" in name)
-    for words in (["--rank", "3"], ["--targets", "q_proj"]):
+    model = build_new_model(["--length", "512"])
+    loaded_weights = get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved_weights = load_saved_weights(finished_run)
+    assert_same_tensors(loaded_weights, saved_weights)
+    assert any(
+        tensor.any() for tensor_name, tensor in loaded_weights.items() if "lora_B" in tensor_name
+    )
+    for run_options in (["--rank", "3"], ["--targets", "q_proj"]):
         with pytest.raises(UsageError, match="does not fit .*. Give the base .* rank, alpha"):
-            new_model(words)
+            build_new_model(run_options)
     # a run with another initial adapter cannot resume the first run
-    assert run(tmp_path, adapter) == 0
+    assert run(tmp_path, adapter_options) == 0
     assert run(tmp_path, ["--adapter", str(tmp_path / "run" / "adapter")]) == 2

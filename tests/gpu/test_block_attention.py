@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, make_case, run_with_gradients
-from tiny import FULL, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, tiny_model, tokens
 from valid_plan import assert_valid_plan
 
 import cab_hf
@@ -43,7 +43,7 @@ CASES = [
     ),
     pytest.param({"q_length": 63, "heads": 4, "kv_heads": 4, "dim": 64}, id="below-one-block"),
 ]
-BLOCKS = [
+BLOCK_SIZES = [
     pytest.param((128, 128), id="128x128"),
     pytest.param((128, 64), id="128x64"),
     pytest.param((64, 64), id="64x64"),
@@ -51,12 +51,12 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", CASES)
-def test_kernels_match_reference(gpu, shape, blocks, dtype):
-    q, k, v, grad, plan = make_case(gpu, dtype, blocks, **shape)
+def test_kernels_match_reference(gpu, shape, block_sizes, dtype):
+    q, k, v, grad, plan = make_case(gpu, dtype, block_sizes, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=scale)
+    assert_engine_within_budget(block.attention, q, k, v, grad_out=grad, plan=plan, scale=scale)
 
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
@@ -65,22 +65,22 @@ def test_dense_rows_match_reference(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
     q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), **shape, dense_rows="tail")
     assert_engine_within_budget(
-        engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5
+        engines.TRITON.attention, q, k, v, grad_out=grad, plan=plan, scale=dim**-0.5
     )
 
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
-@pytest.mark.parametrize("blocks", [(128, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("name", ["triton", "flex"])
-def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
+@pytest.mark.parametrize("block_sizes", [(128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("engine_name", ["triton", "flex"])
+def test_sampled_blocks_match_reference(gpu, layout, block_sizes, engine_name):
     shape = {"q_length": 1777, "heads": 4, "kv_heads": 2, "dim": 64, "batch": 2, "layout": layout}
     q, k, v, grad, plan = make_case(
-        gpu, torch.bfloat16, blocks, **shape, dense_rows="tail", share=0.2
+        gpu, torch.bfloat16, block_sizes, **shape, dense_rows="tail", selection_probability=0.2
     )
     plan = plan.with_sample(3, torch.tensor(5, device=gpu))
     assert_valid_plan(plan)
-    query_block, key_block = blocks
-    work = engines.Workload(
+    query_block, key_block = block_sizes
+    workload = engines.Workload(
         device="cuda",
         head_dim=64,
         dtype=q.dtype,
@@ -88,16 +88,16 @@ def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
         query_block=query_block,
         key_block=key_block,
     )
-    engine = engines.choose(name, work)
-    assert_engine_within_budget(engine.attention, q, k, v, grad=grad, plan=plan, scale=64**-0.5)
+    engine = engines.choose(engine_name, workload)
+    assert_engine_within_budget(engine.attention, q, k, v, grad_out=grad, plan=plan, scale=64**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("name", ["triton", "flex"])
-def test_softcap_matches_reference(gpu, name, dim):
+@pytest.mark.parametrize("engine_name", ["triton", "flex"])
+def test_softcap_matches_reference(gpu, engine_name, dim):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2}
     q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
-    work = engines.Workload(
+    workload = engines.Workload(
         device="cuda",
         head_dim=dim,
         dtype=q.dtype,
@@ -106,10 +106,10 @@ def test_softcap_matches_reference(gpu, name, dim):
         key_block=64,
         softcap=True,
     )
-    attend = engines.choose(name, work).attention
+    attend = engines.choose(engine_name, workload).attention
     # four times the usual scale, so that some logits reach the soft cap
     assert_engine_within_budget(
-        attend, q, k, v, grad=grad, plan=plan, scale=4 * dim**-0.5, softcap=3.0
+        attend, q, k, v, grad_out=grad, plan=plan, scale=4 * dim**-0.5, softcap=3.0
     )
 
 
@@ -117,7 +117,7 @@ def test_softcap_matches_reference(gpu, name, dim):
 def test_float32_matches_reference(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = make_case(gpu, torch.float32, (128, 64), **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad_out=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 320])
@@ -125,11 +125,11 @@ def test_gradients_are_deterministic(gpu, dim):
     shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), **shape)
     first_gradients, second_gradients = (
-        run_with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=dim**-0.5)
+        run_with_gradients(block.attention, (q, k, v), grad_out=grad, plan=plan, scale=dim**-0.5)
         for _ in range(2)
     )
-    for name, value in first_gradients.items():
-        assert torch.equal(value, second_gradients[name]), name
+    for tensor_name, gradient in first_gradients.items():
+        assert torch.equal(gradient, second_gradients[tensor_name]), tensor_name
 
 
 @pytest.mark.parametrize("dim", [128, 512])
@@ -138,10 +138,10 @@ def test_attention_runs_in_cuda_graph(gpu, dim):
     block.attention(q, k, v, plan, scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = block.attention(q, k, v, plan, scale=0.1)
+        captured_out = block.attention(q, k, v, plan, scale=0.1)
     q.copy_(q.roll(128, dims=2))
     graph.replay()
-    assert torch.equal(captured, block.attention(q, k, v, plan, scale=0.1))
+    assert torch.equal(captured_out, block.attention(q, k, v, plan, scale=0.1))
 
 
 def test_attention_compiles_without_graph_break(gpu):
@@ -160,28 +160,28 @@ def test_attention_compiles_without_graph_break(gpu):
 
 
 def test_transpose_matches_reference(gpu):
-    selected = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
-    lists = BlockIndices.from_dense(selected)
-    expected = selected.transpose(2, 3)
+    is_selected = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
+    lists = BlockIndices.from_dense(is_selected)
+    expected = is_selected.transpose(2, 3)
     assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), expected)
-    packed = transpose.pack_columns(lists, 2000, with_slots=True)
-    assert torch.equal(packed.counts, expected.sum(-1, dtype=torch.int32))
+    column_lists = transpose.pack_columns(lists, 2000, with_slots=True)
+    assert torch.equal(column_lists.counts, expected.sum(-1, dtype=torch.int32))
     # the first query block that lists key block 77 in head 3
     head, column = 3, 77
-    start = int(packed.starts[0, head, column])
-    row, slot = int(packed.rows[start]), int(packed.slots[start])
+    start = int(column_lists.starts[0, head, column])
+    row, slot = int(column_lists.rows[start]), int(column_lists.slots[start])
     assert int(lists.indices[0, head, row, slot]) == column
 
 
 @pytest.mark.parametrize("head_dim", [320, 512])
 def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
     """Compare with SDPA in float32; row 0 has left padding."""
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
-    model = tiny_model(**sizes).to(gpu)
+    head_fields = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
+    model = tiny_model(**head_fields).to(gpu)
     ids = tokens(2, 300).to(gpu)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
-    work = engines.Workload(
+    workload = engines.Workload(
         device="cuda",
         head_dim=head_dim,
         dtype=torch.float32,
@@ -190,13 +190,15 @@ def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
         key_block=128,
     )
     # without tensor descriptors, float32 tiles of these head dims exceed shared memory
-    assert (engines.choose_exact(work, None) is engines.TRITON) == reads_by_descriptor(gpu)
+    assert (
+        engines.choose_exact_attention(workload, None) is engines.TRITON
+    ) == reads_by_descriptor(gpu)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
         actual = model(input_ids=ids, attention_mask=mask).logits
-    is_real = mask.bool()
-    assert (actual - expected)[is_real].abs().max() <= 2e-3 * expected.abs().max()
+    is_real_token = mask.bool()
+    assert (actual - expected)[is_real_token].abs().max() <= 2e-3 * expected.abs().max()
 
 
 def train_twenty_steps(model, ids):
@@ -212,17 +214,19 @@ def train_twenty_steps(model, ids):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("name", ["flex", "triton"])
-@pytest.mark.parametrize("blocks", BLOCKS[:2])
-def test_full_budget_training_losses_match_dense(gpu, blocks, name):
+@pytest.mark.parametrize("engine_name", ["flex", "triton"])
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES[:2])
+def test_full_budget_training_losses_match_dense(gpu, block_sizes, engine_name):
     ids = tokens(2, 400).to(gpu)
-    dense = train_twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
+    dense_losses = train_twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
     model = tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
-    query_block, key_block = blocks
-    with cab_hf.cab(model, FULL, query_block=query_block, key_block=key_block, engine=name):
-        sparse = train_twenty_steps(model, ids)
-    assert dense[-1] < 0.9 * dense[0]
-    torch.testing.assert_close(sparse, dense, rtol=2e-2, atol=0)
+    query_block, key_block = block_sizes
+    with cab_hf.cab(
+        model, FULL_BUDGET_CONFIG, query_block=query_block, key_block=key_block, engine=engine_name
+    ):
+        sparse_losses = train_twenty_steps(model, ids)
+    assert dense_losses[-1] < 0.9 * dense_losses[0]
+    torch.testing.assert_close(sparse_losses, dense_losses, rtol=2e-2, atol=0)
 
 
 def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
@@ -234,12 +238,12 @@ def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
     plan = BlockPlan.causal(ranges, 1, 128, 128)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    memory_of_inputs = torch.cuda.memory_allocated()
+    input_bytes = torch.cuda.memory_allocated()
     out = block.attention(q, k, v, plan, scale=512**-0.5)
-    assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**30 < 4
-    rows = slice(length - 64, length)
-    logits = (q[:, :, rows].float() @ k.float().transpose(-1, -2)) * 512**-0.5
-    position = torch.arange(length, device=gpu)
-    logits = logits.masked_fill(position > position[rows, None], -torch.inf)
+    assert (torch.cuda.max_memory_allocated() - input_bytes) / 2**30 < 4
+    query_slice = slice(length - 64, length)
+    logits = (q[:, :, query_slice].float() @ k.float().transpose(-1, -2)) * 512**-0.5
+    positions = torch.arange(length, device=gpu)
+    logits = logits.masked_fill(positions > positions[query_slice, None], -torch.inf)
     expected = logits.softmax(-1) @ v.float()
-    torch.testing.assert_close(out[:, :, rows].float(), expected, atol=2e-3, rtol=2e-2)
+    torch.testing.assert_close(out[:, :, query_slice].float(), expected, atol=2e-3, rtol=2e-2)

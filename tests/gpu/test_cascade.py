@@ -18,11 +18,11 @@ def test_cascade_layers_attend_blocks_of_mapped_heads(gpu):
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=((0,) * 8, mapped_heads))
     q, k = random_topic_qk(gpu, 2000)
     ranges, shared_state = KeyRanges.causal(1, 2000, 2000, gpu), {}
-    by_rows = make_predictor(CabConfig())(q, k, LayerContext(ranges, SCALE))
-    anchor, later = (
+    rows_plan = make_predictor(CabConfig())(q, k, LayerContext(ranges, SCALE))
+    anchor_plan, mapped_plan = (
         make_predictor(config)(q, k, LayerContext(ranges, SCALE, layer, shared_state))
         for layer in range(2)
     )
-    assert torch.equal(anchor.to_dense(), by_rows.to_dense())
-    assert_valid_plan(later)
-    assert torch.equal(later.to_dense(), anchor.to_dense()[:, list(mapped_heads)])
+    assert torch.equal(anchor_plan.to_dense(), rows_plan.to_dense())
+    assert_valid_plan(mapped_plan)
+    assert torch.equal(mapped_plan.to_dense(), anchor_plan.to_dense()[:, list(mapped_heads)])

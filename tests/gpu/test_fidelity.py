@@ -36,19 +36,19 @@ def model_folder(tmp_path_factory):
 
 
 def test_fidelity_records_attention_time_and_density(gpu, model_folder, tmp_path):
-    methods = "dense,full,cab,streaming,random,antidiagonal,xattention,xattention_16,"
-    methods += "vertical_slash,flexprefill,mean_pooled,trianglemix"
-    words = ["--model", model_folder, "--out", tmp_path, "--methods", methods]
-    words += ["--lengths", 16384, "--documents", 2, "--probes", "continuation,asked,recall"]
-    assert main(["fidelity", *map(str, words)]) == 0
+    method_names = "dense,full,cab,streaming,random,antidiagonal,xattention,xattention_16,"
+    method_names += "vertical_slash,flexprefill,mean_pooled,trianglemix"
+    arguments = ["--model", model_folder, "--out", tmp_path, "--methods", method_names]
+    arguments += ["--lengths", 16384, "--documents", 2, "--probes", "continuation,asked,recall"]
+    assert main(["fidelity", *map(str, arguments)]) == 0
     rows = {
         row["method"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]
     }
-    assert set(rows) == set(methods.split(","))
+    assert set(rows) == set(method_names.split(","))
     for row in rows.values():
         assert row["dense_ms"] > 0 and row["attend_ms"] > 0
     assert rows["dense"]["over_dense"] == 1
     assert rows["streaming"]["attend_ms"] < rows["full"]["attend_ms"]
-    divergence = {name: row["continuation"]["kl"] for name, row in rows.items()}
-    assert divergence["dense"] == 0
-    assert divergence["full"] < divergence["streaming"]
+    kl_divergence = {method_name: row["continuation"]["kl"] for method_name, row in rows.items()}
+    assert kl_divergence["dense"] == 0
+    assert kl_divergence["full"] < kl_divergence["streaming"]

@@ -28,13 +28,13 @@ CASES = [
 ]
 
 
-def compute_blocks_by_kernels_and_pytorch(monkeypatch, config, q, k, *, context):
+def compute_blocks_by_kernels_and_pytorch(monkeypatch, config, q, k, *, layer_context):
     """Return the selected blocks, bool [B, H, M_q, M_k], by the kernels and by PyTorch."""
-    plan = FrcPredictor(config)(q, k, context)
+    plan = FrcPredictor(config)(q, k, layer_context)
     assert_valid_plan(plan)
-    assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense())
+    assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, layer_context).to_dense())
     monkeypatch.setattr(frc, "has_kernels", lambda x: False)
-    return plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense()
+    return plan.to_dense(), FrcPredictor(config)(q, k, layer_context).to_dense()
 
 
 @pytest.mark.parametrize(("config", "shape"), CASES)
@@ -42,7 +42,7 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
     q, k = random_topic_qk(gpu, **shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
     actual, expected = compute_blocks_by_kernels_and_pytorch(
-        monkeypatch, config, q, k, context=LayerContext(ranges, 0.1, 0)
+        monkeypatch, config, q, k, layer_context=LayerContext(ranges, 0.1, 0)
     )
     # rounding may change which token of a block has the largest norm
     assert (actual != expected).sum() <= 0.001 * expected.sum()
@@ -52,15 +52,15 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
     q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2)
-    layout_of_case = make_block_layout(
+    block_layout = make_block_layout(
         layout, batch=2, length=length, kv_length=2000, align=64, device=gpu
     )
     actual, expected = compute_blocks_by_kernels_and_pytorch(
         monkeypatch,
         CabConfig.published(0.8),
-        layout_of_case.queries(q),
-        layout_of_case.keys(k),
-        context=LayerContext(layout_of_case.ranges, 0.1, 0),
+        block_layout.queries(q),
+        block_layout.keys(k),
+        layer_context=LayerContext(block_layout.ranges, 0.1, 0),
     )
     assert (actual != expected).sum() <= 0.001 * expected.sum()
 
@@ -69,22 +69,22 @@ def test_compiled_layers_select_same_blocks(gpu):
     q, k = random_topic_qk(gpu, length=3000)
     config = CabConfig.published(0.8)
 
-    def lists(q, k):
+    def list_blocks(q, k):
         plan = FrcPredictor(config)(
             q, k, LayerContext(KeyRanges.causal(1, 3000, 3000, q.device), 0.1)
         )
         return plan.full.counts, plan.full.indices, plan.partial.counts
 
-    counts, _, partial = lists(q, k)
-    actual = torch.compile(lists, fullgraph=True)(q, k)
-    assert torch.equal(actual[0], counts) and torch.equal(actual[2], partial)
+    full_counts, _, partial_counts = list_blocks(q, k)
+    actual = torch.compile(list_blocks, fullgraph=True)(q, k)
+    assert torch.equal(actual[0], full_counts) and torch.equal(actual[2], partial_counts)
 
 
 def test_long_sequence_memory_is_bounded(gpu):
-    length, options = 131_072, {"device": gpu, "dtype": torch.bfloat16}
-    q, k = (torch.randn(1, heads, length, 128, **options) for heads in (32, 8))
+    length, tensor_options = 131_072, {"device": gpu, "dtype": torch.bfloat16}
+    q, k = (torch.randn(1, num_heads, length, 128, **tensor_options) for num_heads in (32, 8))
     torch.cuda.reset_peak_memory_stats()
-    memory_of_inputs = torch.cuda.memory_allocated()
-    context = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
-    FrcPredictor(CabConfig.published())(q, k, context)
-    assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**30 < 4
+    input_bytes = torch.cuda.memory_allocated()
+    layer_context = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
+    FrcPredictor(CabConfig.published())(q, k, layer_context)
+    assert (torch.cuda.max_memory_allocated() - input_bytes) / 2**30 < 4

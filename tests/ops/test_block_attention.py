@@ -9,7 +9,7 @@ from tiny import qkv
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, split, transpose
-from cab_hf.ops.attention.tiles import Lists
+from cab_hf.ops.attention.tiles import BlockLists
 from cab_hf.plan import BlockIndices, KeyRanges
 
 CASES = [
@@ -37,11 +37,21 @@ CASES = [
     ),
     pytest.param({"q_length": 64, "plan_heads": 1}, (32, 16), id="plan-shared-by-all"),
     pytest.param(
-        {"q_length": 64, "share": 0.0}, (32, 16), id="diagonal-blocks-only", marks=pytest.mark.slow
+        {"q_length": 64, "selection_probability": 0.0},
+        (32, 16),
+        id="diagonal-blocks-only",
+        marks=pytest.mark.slow,
     ),
     pytest.param({"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 272}, (32, 16), id="split"),
     pytest.param(
-        {"q_length": 45, "kv_length": 80, "heads": 2, "kv_heads": 2, "dim": 320, "share": 0.7},
+        {
+            "q_length": 45,
+            "kv_length": 80,
+            "heads": 2,
+            "kv_heads": 2,
+            "dim": 320,
+            "selection_probability": 0.7,
+        },
         (16, 32),
         id="split-chunk",
     ),
@@ -54,16 +64,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_kernels_equal_reference(shape, blocks):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
+@pytest.mark.parametrize(("shape", "block_sizes"), CASES)
+def test_kernels_equal_reference(shape, block_sizes):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad_out=grad, plan=plan, scale=0.2)
 
 
-@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 1, 11))
-def test_pointer_kernels_equal_reference(shape, blocks, pointer_loads):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
+@pytest.mark.parametrize(("shape", "block_sizes"), mark_slow_except(CASES, 1, 11))
+def test_pointer_kernels_equal_reference(shape, block_sizes, pointer_loads):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad_out=grad, plan=plan, scale=0.2)
 
 
 def test_large_float32_head_dim_is_unavailable(pointer_loads):
@@ -72,19 +82,19 @@ def test_large_float32_head_dim_is_unavailable(pointer_loads):
     assert "16 to 128" in block.unavailable("cuda", 256, torch.float32)
 
 
-@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 1, 10))
-def test_gradients_flow_through_log_sum_exp(shape, blocks):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
+@pytest.mark.parametrize(("shape", "block_sizes"), mark_slow_except(CASES, 1, 10))
+def test_gradients_flow_through_log_sum_exp(shape, block_sizes):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     assert_engine_within_budget(
-        block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, through_lse=True
+        block.attention, q, k, v, grad_out=grad, plan=plan, scale=0.2, has_lse_gradient=True
     )
 
 
-@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 1, 10))
-def test_soft_cap_equals_reference(shape, blocks):
-    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
+@pytest.mark.parametrize(("shape", "block_sizes"), mark_slow_except(CASES, 1, 10))
+def test_soft_cap_equals_reference(shape, block_sizes):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     assert_engine_within_budget(
-        block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
+        block.attention, q, k, v, grad_out=grad, plan=plan, scale=0.2, softcap=3.0
     )
 
 
@@ -92,7 +102,7 @@ def test_soft_cap_equals_reference(shape, blocks):
 def test_float16_is_within_error_budget(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
     q, k, v, grad, plan = make_case("cpu", torch.float16, (32, 16), **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad_out=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.slow
@@ -103,26 +113,26 @@ def test_small_workspace_equals_one_pass(monkeypatch):
     """
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = make_case("cpu", torch.float32, (16, 16), **shape)
-    expected = run_with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    expected = run_with_gradients(block.attention, (q, k, v), grad_out=grad, plan=plan, scale=0.1)
     monkeypatch.setattr(split, "WORKSPACE_BYTES", 1)
-    actual = run_with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
-    for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5)
+    actual = run_with_gradients(block.attention, (q, k, v), grad_out=grad, plan=plan, scale=0.1)
+    for tensor_name in expected:
+        torch.testing.assert_close(actual[tensor_name], expected[tensor_name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
     """Set all keys and values that the last query block does not list to NaN."""
     q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
-    plan = random_plan(q, k, (32, 16), share=0.0)
+    plan = random_plan(q, k, (32, 16), selection_probability=0.0)
     is_selected = plan.to_dense()[0]
     expected = reference.attention(q, k, v, plan, scale=0.2)
     # bool [N]: keys in blocks that any query block lists, and that the last query block lists
     is_listed = is_selected.any(0).any(0).repeat_interleave(16)[:96]
-    is_listed_last = is_selected[:, -1].any(0).repeat_interleave(16)[:96]
-    k, v = (x.masked_fill(~is_listed_last[:, None], torch.nan) for x in (k, v))
+    is_listed_by_last_block = is_selected[:, -1].any(0).repeat_interleave(16)[:96]
+    k, v = (x.masked_fill(~is_listed_by_last_block[:, None], torch.nan) for x in (k, v))
     actual = block.attention(q, k, v, plan, scale=0.2)
-    assert is_listed.all() and not is_listed_last.all()
+    assert is_listed.all() and not is_listed_by_last_block.all()
     torch.testing.assert_close(actual[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
 
 
@@ -140,7 +150,7 @@ def test_unaligned_and_strided_tensors_are_accepted():
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"]
 )
-def test_value_head_dim_may_differ(dim, value_dim):
+def test_value_head_dim_unequal_to_key_head_dim_equals_reference(dim, value_dim):
     q, k, _ = qkv(q_length=40, dim=dim)
     v = qkv(q_length=40, dim=value_dim)[2]
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
@@ -171,19 +181,19 @@ def test_empty_plan_has_zero_output_and_gradients():
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(5, 7), (33, 16), (270, 3)])
-def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
-    generator = torch.Generator().manual_seed(rows)
-    is_listed = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(5, 7), (33, 16), (270, 3)])
+def test_transposed_lists_equal_reference(num_rows, num_columns, monkeypatch):
+    generator = torch.Generator().manual_seed(num_rows)
+    is_listed = torch.rand(1, 2, num_rows, num_columns, generator=generator) < 0.3
     is_listed[0, 0] = False
     lists = BlockIndices.from_dense(is_listed)
-    expected = lists.transpose(columns)
-    for max_bytes in (transpose.WIDE_LISTS_BYTES, 0):
-        monkeypatch.setattr(transpose, "WIDE_LISTS_BYTES", max_bytes)
-        actual = transpose.transpose(lists, columns)
-        assert torch.equal(actual.to_dense(rows), expected.to_dense(rows))
-        assert actual.width == (rows if max_bytes else int(expected.counts.max()))
-    column_lists = transpose.pack_columns(lists, columns, with_slots=True)
+    expected = lists.transpose(num_columns)
+    for max_bytes in (transpose.MAX_WIDE_LISTS_BYTES, 0):
+        monkeypatch.setattr(transpose, "MAX_WIDE_LISTS_BYTES", max_bytes)
+        actual = transpose.transpose(lists, num_columns)
+        assert torch.equal(actual.to_dense(num_rows), expected.to_dense(num_rows))
+        assert actual.width == (num_rows if max_bytes else int(expected.counts.max()))
+    column_lists = transpose.pack_columns(lists, num_columns, with_slots=True)
     assert torch.equal(column_lists.counts, expected.counts)
     for batch, plan_head, column in expected.counts.nonzero().tolist():
         start, count = (
@@ -198,7 +208,7 @@ def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
         slots = column_lists.slots[start : start + count].long()
         assert (lists.indices[batch, plan_head, column_rows.long(), slots] == column).all()
     lists_without_slots, num_listed = (
-        transpose.pack_columns(lists, columns),
+        transpose.pack_columns(lists, num_columns),
         int(expected.counts.sum()),
     )
     assert torch.equal(lists_without_slots.rows[:num_listed], column_lists.rows[:num_listed])
@@ -208,6 +218,6 @@ def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
 def test_lists_of_width_1_are_widened():
     """Check that lists have at least two columns: Triton 3.6 drops a width of 1 from tuples."""
     lists = BlockIndices(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
-    kernel_lists = Lists.of(lists)
+    kernel_lists = BlockLists.of(lists)
     assert kernel_lists.width == kernel_lists.indices.shape[-1] == 2
     assert kernel_lists.indices[..., 0].eq(7).all()

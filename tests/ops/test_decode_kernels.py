@@ -31,14 +31,14 @@ def _fill_empty_tensors():
 @pytest.fixture(autouse=True)
 def _reduce_programs(monkeypatch):
     """Reduce the number of programs per launch, because the interpreter runs them one by one."""
-    monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 24)
+    monkeypatch.setattr(attend_kernels, "TARGET_PROGRAMS", 24)
 
 
 def choose(ops_module, q, index, choose_args):
     """Return the `Choice` of ``ops_module``, which is the module `kernels` or `reference`.
 
     Args:
-        choose_args: scale, length, num_keys, channels, padding_mask and sinks of `step_of`.
+        choose_args: scale, length, num_keys, channels, padding_mask and sinks of `make_step`.
     """
     scale, length, num_keys, channels, padding_mask, sinks = choose_args
     return ops_module.choose(
@@ -62,22 +62,22 @@ def attend(ops_module, qkv, choice, choose_args):
 
 def require_same_choice(choice, expected):
     assert torch.equal(choice.to_mask(), expected.to_mask())
-    assert torch.equal(choice.unread, expected.unread)
+    assert torch.equal(choice.unread_logit, expected.unread_logit)
 
 
 @pytest.mark.parametrize(
-    "name", mark_slow_except(STEP_CASES, *map(list(STEP_CASES).index, FAST_CASES))
+    "case_name", mark_slow_except(STEP_CASES, *map(list(STEP_CASES).index, FAST_CASES))
 )
-def test_decode_step_equals_reference(name, monkeypatch):
-    if name in SAMPLE_CASES:
+def test_decode_step_equals_reference(case_name, monkeypatch):
+    if case_name in SAMPLE_CASES:
         monkeypatch.setattr(reference, "MAX_SAMPLED_KEYS", MAX_SAMPLED_KEYS)
-    assert_step_equals_reference(SAMPLE_CASES.get(name, STEP_CASES[name]))
+    assert_step_equals_reference(SAMPLE_CASES.get(case_name, STEP_CASES[case_name]))
 
 
-def test_decode_step_of_many_programs_equals_reference(monkeypatch):
+def test_decode_step_with_many_programs_equals_reference(monkeypatch):
     # the merge kernel needs several iterations for the results of this many programs
-    monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 280)
-    assert attend_kernels.MERGED_AT_A_TIME < 280 // 4
+    monkeypatch.setattr(attend_kernels, "TARGET_PROGRAMS", 280)
+    assert attend_kernels.SPLITS_PER_ITERATION < 280 // 4
     assert_step_equals_reference(STEP_CASES["few-slots"])
 
 
@@ -143,16 +143,16 @@ def test_nan_row_does_not_change_other_rows(ops_module, tensor_name):
 
 
 @pytest.mark.parametrize("ops_module", [kernels, reference])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("nonfinite_value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("channel", [20, 3], ids=["scored", "other-channel"])
-def test_nonfinite_key_is_always_selected(ops_module, value, channel):
+def test_nonfinite_key_is_always_selected(ops_module, nonfinite_value, channel):
     q, k, v, choose_args = make_step(
         STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
     )
     assert (3 in choose_args[3]) != (20 in choose_args[3])
     expected = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
     slot = int((~expected.to_mask()[1, 0, :300]).nonzero()[0])
-    k[1, 0, slot, channel] = value
+    k[1, 0, slot, channel] = nonfinite_value
     choice = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
     assert choice.to_mask()[1, 0, slot] and not choice.to_mask()[..., 300:].any()
     assert torch.equal(choice.to_mask()[0], expected.to_mask()[0])
@@ -160,16 +160,16 @@ def test_nonfinite_key_is_always_selected(ops_module, value, channel):
     assert choice.to_mask()[1, 0].sum() <= expected.counts[1, 0] + 8
     out = attend(ops_module, (q, k, v), choice, choose_args)
     assert out[1, 3:].isfinite().all()
-    logits = q[1, :3, 0, channel] * value
+    logits = q[1, :3, 0, channel] * nonfinite_value
     assert torch.equal(out[1, :3, 0].isfinite().all(-1), logits == -torch.inf)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_nonfinite_query_does_not_change_selection_of_its_group(value):
+@pytest.mark.parametrize("nonfinite_value", [torch.nan, torch.inf], ids=str)
+def test_nonfinite_query_does_not_change_selection_of_its_group(nonfinite_value):
     q, k, v, choose_args = make_step(
         STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
     )
-    q[1, 1, 0, choose_args[3][0]] = value
+    q[1, 1, 0, choose_args[3][0]] = nonfinite_value
     index = kernels.index_keys(k, choose_args[3])
     choice, expected = (
         choose(ops_module, q, index, choose_args) for ops_module in (kernels, reference)
@@ -180,7 +180,7 @@ def test_nonfinite_query_does_not_change_selection_of_its_group(value):
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3, 4, 5]].isfinite().all()
 
 
-def test_mask_may_cover_unwritten_slots():
+def test_mask_over_unwritten_slots_does_not_change_step():
     q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step(STEP_CASES["padding"])
     index = kernels.index_keys(k, channels)
 
@@ -191,10 +191,10 @@ def test_mask_may_cover_unwritten_slots():
         )
 
     expected_choice, expected = choose_and_attend(padding_mask)
-    wide_mask = torch.nn.functional.pad(
+    mask_of_all_slots = torch.nn.functional.pad(
         padding_mask, (0, k.shape[2] - padding_mask.shape[1]), value=True
     )
-    choice, out = choose_and_attend(wide_mask)
+    choice, out = choose_and_attend(mask_of_all_slots)
     require_same_choice(choice, expected_choice)
     assert torch.equal(out, expected)
 
@@ -204,20 +204,20 @@ def test_registered_ops_pass_opcheck():
     registered_ops, channels = torch.ops.cab_hf, list(channels)
     index = kernels.index_keys(k, channels)
     choose_inputs = (q, *index, scale, length, num_keys, channels, padding_mask)
-    slots, counts, unread = registered_ops.decode_choose(*choose_inputs)
-    attend_inputs = (q, k, v, slots, counts, unread, scale, length, padding_mask)
+    slots, counts, unread_logit = registered_ops.decode_choose(*choose_inputs)
+    attend_inputs = (q, k, v, slots, counts, unread_logit, scale, length, padding_mask)
     inputs_of_ops = {
         registered_ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
         registered_ops.decode_choose: choose_inputs,
         registered_ops.decode_attend: attend_inputs,
     }
-    for op, op_inputs in inputs_of_ops.items():
+    for registered_op, op_inputs in inputs_of_ops.items():
         opcheck_tests = "test_schema", "test_faketensor"
-        outcomes = torch.library.opcheck(op.default, op_inputs, test_utils=opcheck_tests)
+        outcomes = torch.library.opcheck(registered_op.default, op_inputs, test_utils=opcheck_tests)
         assert set(outcomes.values()) == {"SUCCESS"}
     expected = choose(
         kernels, q, index, (scale, length, num_keys, tuple(channels), padding_mask, None)
     )
-    require_same_choice(reference.Choice(slots, counts, unread), expected)
+    require_same_choice(reference.Choice(slots, counts, unread_logit), expected)
     out = kernels.attend(q, k, v, expected, scale=scale, length=length, padding_mask=padding_mask)
     assert torch.equal(registered_ops.decode_attend(*attend_inputs), out)

@@ -11,7 +11,7 @@ from cab_hf.ops.attention import flash
 @pytest.mark.parametrize("length", [300, 1000, 1024])
 def test_wide_blocks_are_split_into_existing_tiles(length):
     q, k, _ = qkv(q_length=length)
-    plan = random_plan(q, k, (128, 128), share=0.6, heads=1)
+    plan = random_plan(q, k, (128, 128), selection_probability=0.6, num_plan_heads=1)
     num_tiles = -(-length // 64)
     for lists in (plan.partial, plan.full):
         expected = lists.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :num_tiles]

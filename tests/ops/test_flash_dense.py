@@ -14,27 +14,32 @@ from cab_hf.ops import Workload
 from cab_hf.ops.attention import flash_dense
 
 
-def workload(**fields):
+def make_workload(**fields):
     """Return a `Workload` that flash-attn supports, except for ``fields``."""
-    values = {"device": "cuda", "head_dim": 128, "dtype": torch.bfloat16, "training": False}
-    return Workload(**values | {"query_block": 128, "key_block": 64} | fields)
+    supported_fields = {
+        "device": "cuda",
+        "head_dim": 128,
+        "dtype": torch.bfloat16,
+        "training": False,
+    }
+    return Workload(**supported_fields | {"query_block": 128, "key_block": 64} | fields)
 
 
 @pytest.fixture
-def patched_hopper(monkeypatch):
+def hopper_monkeypatch(monkeypatch):
     """Patch `flash_dense` to find flash-attn on a Hopper GPU; return monkeypatch."""
     monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
     monkeypatch.setattr(flash_dense, "_import_flash_attn_func", lambda: object)
     return monkeypatch
 
 
-def test_installed_flash_attn_computes_causal_calls_and_last_queries(patched_hopper):
-    assert engines.choose_exact(workload(), 4096, 4096) is engines.FLASH_ATTN
-    assert engines.choose_exact(workload(), None, 512) is engines.FLASH_ATTN
+def test_installed_flash_attn_computes_causal_calls_and_last_queries(hopper_monkeypatch):
+    assert engines.choose_exact_attention(make_workload(), 4096, 4096) is engines.FLASH_ATTN
+    assert engines.choose_exact_attention(make_workload(), None, 512) is engines.FLASH_ATTN
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_queries"),
+    ("workload_fields", "num_queries"),
     [
         pytest.param({"device": "cpu"}, 512, id="cpu"),
         pytest.param({"training": True}, 512, id="training"),
@@ -45,20 +50,20 @@ def test_installed_flash_attn_computes_causal_calls_and_last_queries(patched_hop
         pytest.param({}, 64, id="few-queries"),
     ],
 )
-def test_unsupported_calls_are_unavailable(patched_hopper, fields, num_queries):
-    assert flash_dense.unavailable(workload(**fields), num_queries) is not None
+def test_unsupported_calls_are_unavailable(hopper_monkeypatch, workload_fields, num_queries):
+    assert flash_dense.unavailable(make_workload(**workload_fields), num_queries) is not None
 
 
-def test_masked_calls_do_not_use_flash_attn(patched_hopper):
-    assert engines.choose_exact(workload(), None) is not engines.FLASH_ATTN
+def test_masked_calls_do_not_use_flash_attn(hopper_monkeypatch):
+    assert engines.choose_exact_attention(make_workload(), None) is not engines.FLASH_ATTN
 
 
-def test_flash_attn_needs_hopper_and_package(patched_hopper):
-    patched_hopper.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
-    assert flash_dense.unavailable(workload(), 512) is not None
-    patched_hopper.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
-    patched_hopper.setattr(flash_dense, "_import_flash_attn_func", lambda: None)
-    assert "not installed" in flash_dense.unavailable(workload(), 512)
+def test_flash_attn_without_hopper_or_package_is_unavailable(hopper_monkeypatch):
+    hopper_monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
+    assert flash_dense.unavailable(make_workload(), 512) is not None
+    hopper_monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
+    hopper_monkeypatch.setattr(flash_dense, "_import_flash_attn_func", lambda: None)
+    assert "not installed" in flash_dense.unavailable(make_workload(), 512)
 
 
 @pytest.mark.parametrize("returns_lse", [False, True])
@@ -72,9 +77,9 @@ def test_flash_attn_receives_token_major_tensors(monkeypatch, returns_lse):
         ).transpose(1, 2)
         return (out, None) if returns_lse else out
 
-    module = ModuleType("flash_attn_interface")
-    module.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    flash_attn_module = ModuleType("flash_attn_interface")
+    flash_attn_module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_module)
     monkeypatch.setattr(
         flash_dense, "_import_flash_attn_func", flash_dense._import_flash_attn_func.__wrapped__
     )
@@ -86,5 +91,5 @@ def test_flash_attn_receives_token_major_tensors(monkeypatch, returns_lse):
 
 
 def test_package_that_cannot_be_imported_is_skipped(monkeypatch):
-    monkeypatch.setattr(flash_dense, "MODULES", ("no_module_of_this_name", "json"))
+    monkeypatch.setattr(flash_dense, "MODULE_NAMES", ("no_module_of_this_name", "json"))
     assert flash_dense._import_flash_attn_func.__wrapped__() is None

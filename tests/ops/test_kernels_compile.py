@@ -23,7 +23,7 @@ MAX_SCORE_STACK_BYTES = 384
 # all kernels on compute capability 10.0, whose tile sizes are those of 9.0
 MAX_BLACKWELL_STACK_BYTES = 768
 FRC_FIELDS = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
-# (name of a function of `SCRIPT`, fields of CabConfig, dtype, head dim)
+# (name of a function of `COMPILE_SCRIPT`, fields of CabConfig, dtype, head dim)
 DEFAULT_CASES = [("launch_selection", {}, "bfloat16", 128), ("launch_decode", {}, "bfloat16", 128)]
 CASES = [
     *DEFAULT_CASES,
@@ -33,7 +33,7 @@ CASES = [
     *(("launch_attention", {}, "bfloat16", dim) for dim in (64, 80, 96, 128, 192, 256, 512)),
 ]
 # cases for which only shared memory is checked, because most of these kernels spill registers
-WIDE_CASES = [
+SHARED_MEMORY_CASES = [
     (
         "launch_selection",
         {"query_block": 64, "key_block": 128, "outlier_queries": 0},
@@ -49,12 +49,12 @@ WIDE_CASES = [
 ]
 # (queries, keys): Triton specialises on integers that are 1 or multiples of 16, so block counts
 # and rows cover 1, multiples of 16 and other numbers
-LENGTHS = [(2048, 4096), (1920, 4000), (128, 4032), (160, 2500)]
-SCRIPT = ROOT / "tests" / "shared" / "compiling.py"
+QUERY_AND_KEY_LENGTHS = [(2048, 4096), (1920, 4000), (128, 4032), (160, 2500)]
+COMPILE_SCRIPT = ROOT / "tests" / "shared" / "compiling.py"
 
 
 def compile_cases(chip, cases):
-    """Compile the kernels of ``cases`` for a GPU in a new process that runs `SCRIPT`.
+    """Compile the kernels of ``cases`` for a GPU in a new process that runs `COMPILE_SCRIPT`.
 
     Returns:
         {kernel name: (number of compilations, largest shared memory in bytes, stack in bytes)}.
@@ -62,7 +62,7 @@ def compile_cases(chip, cases):
     capability = chip if chip[0].isdigit() else "0.0"
     environment = {"CAB_HF_CAPABILITY": capability, "TRITON_INTERPRET": "0"}
     process = subprocess.run(
-        [sys.executable, SCRIPT, chip, json.dumps(cases)],
+        [sys.executable, COMPILE_SCRIPT, chip, json.dumps(cases)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -73,16 +73,26 @@ def compile_cases(chip, cases):
 
 def require_shared_memory(chip, kernel_sizes):
     """Assert that the shared memory of every kernel is within the limit of the chip."""
-    limit = SHARED_MEMORY_KIB[chip] << 10
-    assert not {name: shared for name, (_, shared, _) in kernel_sizes.items() if shared > limit}
+    max_bytes = SHARED_MEMORY_KIB[chip] << 10
+    assert not {
+        kernel_name: shared_bytes
+        for kernel_name, (_, shared_bytes, _) in kernel_sizes.items()
+        if shared_bytes > max_bytes
+    }
 
 
 def require_registers(chip, kernel_sizes):
     """Assert that the stack of every kernel, to which registers are spilled, is within limits."""
-    default_limit = MAX_BLACKWELL_STACK_BYTES if chip == "10.0" else MAX_STACK_BYTES
-    limits = {"_score_kernel": max(default_limit, MAX_SCORE_STACK_BYTES)}
-    stacks = {name: stack for name, (_, _, stack) in kernel_sizes.items()}
-    assert not {name: x for name, x in stacks.items() if x > limits.get(name, default_limit)}
+    default_max_bytes = MAX_BLACKWELL_STACK_BYTES if chip == "10.0" else MAX_STACK_BYTES
+    max_bytes_by_kernel = {"_score_kernel": max(default_max_bytes, MAX_SCORE_STACK_BYTES)}
+    stack_bytes_by_kernel = {
+        kernel_name: stack_bytes for kernel_name, (_, _, stack_bytes) in kernel_sizes.items()
+    }
+    assert not {
+        kernel_name: stack_bytes
+        for kernel_name, stack_bytes in stack_bytes_by_kernel.items()
+        if stack_bytes > max_bytes_by_kernel.get(kernel_name, default_max_bytes)
+    }
 
 
 def test_selection_and_decode_compile_for_hopper():
@@ -97,7 +107,9 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(chip):
     kernel_sizes = compile_cases(chip, CASES)
     sources = [path.read_text() for path in (ROOT / "cab_hf").rglob("*.py")]
     kernel_names = {
-        name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.M)
+        kernel_name
+        for source in sources
+        for kernel_name in re.findall(r"^def (\w+_kernel)\(", source, re.M)
     }
     assert kernel_sizes.keys() == kernel_names
     require_shared_memory(chip, kernel_sizes)
@@ -107,20 +119,30 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(chip):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["8.6", "9.0", "gfx942"])
 def test_large_head_dims_and_soft_caps_fit_into_shared_memory(chip):
-    require_shared_memory(chip, compile_cases(chip, WIDE_CASES))
+    require_shared_memory(chip, compile_cases(chip, SHARED_MEMORY_CASES))
 
 
 def test_lengths_do_not_recompile_kernels():
-    kernel_sizes = compile_cases("9.0", [("launch_selection", {}, "bfloat16", 128, LENGTHS)])
-    counts = {name: count for name, (count, *_) in kernel_sizes.items()}
+    kernel_sizes = compile_cases(
+        "9.0", [("launch_selection", {}, "bfloat16", 128, QUERY_AND_KEY_LENGTHS)]
+    )
+    compilation_counts = {
+        kernel_name: num_compilations
+        for kernel_name, (num_compilations, *_) in kernel_sizes.items()
+    }
     # two compilations: for outlier and typical queries, or for plans with and without dense rows
-    for name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
-        assert counts.pop(name) <= 2
-    assert set(counts.values()) == {1}, counts
+    for kernel_name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
+        assert compilation_counts.pop(kernel_name) <= 2
+    assert set(compilation_counts.values()) == {1}, compilation_counts
 
 
 def test_frc_compiles_for_few_and_many_columns():
-    kernel_sizes = compile_cases("9.0", [("launch_frc", FRC_FIELDS, "bfloat16", 128, LENGTHS)])
-    assert kernel_sizes.keys() == {"_largest_kernel", "_select_kernel"}
+    kernel_sizes = compile_cases(
+        "9.0", [("launch_frc", FRC_FIELDS, "bfloat16", 128, QUERY_AND_KEY_LENGTHS)]
+    )
+    assert kernel_sizes.keys() == {"_largest_norm_tokens_kernel", "_select_kernel"}
     require_shared_memory("9.0", kernel_sizes)
-    assert kernel_sizes["_largest_kernel"][0] <= 2 and kernel_sizes["_select_kernel"][0] <= 3
+    assert (
+        kernel_sizes["_largest_norm_tokens_kernel"][0] <= 2
+        and kernel_sizes["_select_kernel"][0] <= 3
+    )

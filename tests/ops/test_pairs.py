@@ -6,7 +6,7 @@ from attention_cases import make_case
 
 from cab_hf.ops.pairs import add_pairs
 
-SHAPES = [
+CASES = [
     pytest.param({"q_length": 200}, (32, 16), id="plain"),
     pytest.param({"q_length": 70, "kv_length": 261, "heads": 18, "batch": 2}, (16, 32), id="chunk"),
     # 48 is no power of two
@@ -21,24 +21,24 @@ SHAPES = [
 ]
 
 
-def pairs(plan):
+def stack_pair_counts(plan):
     return torch.stack(plan.pairs())
 
 
-@pytest.mark.parametrize(("shape", "blocks"), SHAPES)
-def test_counted_pairs_equal_plan_pairs(shape, blocks):
-    *_, plan = make_case("cpu", torch.float32, blocks, **shape)
-    expected = pairs(plan)
-    counts = add_pairs(plan)
-    assert counts.dtype == torch.int64
-    assert torch.equal(counts, expected)
-    # `add_pairs` returns a new tensor, and does not change ``counts``
-    assert torch.equal(add_pairs(plan, counts), 2 * expected)
-    assert torch.equal(counts, expected)
+@pytest.mark.parametrize(("shape", "block_sizes"), CASES)
+def test_counted_pairs_equal_plan_pairs(shape, block_sizes):
+    *_, plan = make_case("cpu", torch.float32, block_sizes, **shape)
+    expected = stack_pair_counts(plan)
+    pair_counts = add_pairs(plan)
+    assert pair_counts.dtype == torch.int64
+    assert torch.equal(pair_counts, expected)
+    # `add_pairs` returns a new tensor, and does not change ``pair_counts``
+    assert torch.equal(add_pairs(plan, pair_counts), 2 * expected)
+    assert torch.equal(pair_counts, expected)
 
 
 def test_counted_pairs_include_sampled_blocks():
     *_, plan = make_case("cpu", torch.float32, (32, 16), q_length=300)
-    sampled = plan.with_sample(2, torch.tensor(5))
-    assert pairs(sampled)[0] > pairs(plan)[0]
-    assert torch.equal(add_pairs(sampled), pairs(sampled))
+    sampled_plan = plan.with_sample(2, torch.tensor(5))
+    assert stack_pair_counts(sampled_plan)[0] > stack_pair_counts(plan)[0]
+    assert torch.equal(add_pairs(sampled_plan), stack_pair_counts(sampled_plan))

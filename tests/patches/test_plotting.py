@@ -5,20 +5,20 @@ import sys
 import numpy
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE_CONFIG, tiny_model, tokens
 
 import cab_hf
 
 pytest.importorskip("matplotlib")
-LENGTH = 300
-# axis limits of a panel (left, right, bottom, top), in tokens: LENGTH rounded up to whole blocks
-# of 16 keys and 32 queries
+PROMPT_TOKENS = 300
+# axis limits of a panel (left, right, bottom, top), in tokens: PROMPT_TOKENS rounded up to whole
+# blocks of 16 keys and 32 queries
 PANEL_EXTENT_TOKENS = [0, 304, 320, 0]
 
 
 @pytest.fixture
 def model():
-    return cab_hf.apply_cab(tiny_model(), SPARSE)
+    return cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
 
 
 def count_pairs(panel):
@@ -26,17 +26,17 @@ def count_pairs(panel):
 
     Attended pairs are a mean over heads, because the colour of a block is a mean over heads.
     """
-    head_share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
-    share_of_token_pairs = head_share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[
-        :, :LENGTH
-    ]
-    return float(share_of_token_pairs.tril().sum()), LENGTH * (LENGTH + 1) / 2
+    share_of_heads = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
+    share_of_token_pairs = share_of_heads.repeat_interleave(32, 0)[
+        :PROMPT_TOKENS
+    ].repeat_interleave(16, 1)[:, :PROMPT_TOKENS]
+    return float(share_of_token_pairs.tril().sum()), PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2
 
 
 @pytest.mark.parametrize("setting_changes", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
 def test_panel_of_all_heads_has_density_of_layer(model, setting_changes):
     cab_hf.apply_cab(model, **setting_changes)
-    input_ids = tokens(1, LENGTH)
+    input_ids = tokens(1, PROMPT_TOKENS)
     with torch.no_grad():
         model(input_ids)
     density = cab_hf.stats(model, reset=True)[1]["density"]
@@ -49,7 +49,7 @@ def test_panel_of_all_heads_has_density_of_layer(model, setting_changes):
 
 
 def test_mean_of_head_panels_equals_panel_of_all_heads(model):
-    input_ids = tokens(1, LENGTH)
+    input_ids = tokens(1, PROMPT_TOKENS)
     panels = cab_hf.plot_plan(model, input_ids, layer=2, heads=range(6)).axes
     assert [panel.get_title().split("\n")[0] for panel in panels] == [
         f"layer 2, head {head}" for head in range(6)
@@ -61,7 +61,7 @@ def test_mean_of_head_panels_equals_panel_of_all_heads(model):
 
 
 def test_invisible_pairs_are_blank(model):
-    (panel, _) = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0).axes
+    (panel, _) = cab_hf.plot_plan(model, tokens(1, PROMPT_TOKENS), layer=0).axes
     image = numpy.ma.getdata(panel.images[0].get_array())
     # the first query block (32 queries) sees two key blocks of 16; later blocks are not drawn
     assert numpy.isnan(image[0]).tolist() == [False] * 2 + [True] * 17
@@ -70,10 +70,10 @@ def test_invisible_pairs_are_blank(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "setting_changes", "message"),
+    ("plot_arguments", "setting_changes", "error_pattern"),
     [
         ({"layer": 3}, {}, r"index of an attention layer, one of \[0, 1, 2\], got 3"),
-        ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one prompt"),
+        ({"input_ids": tokens(2, PROMPT_TOKENS)}, {}, "must be the tokens of one prompt"),
         ({"heads": [6]}, {}, "query heads, 0 to 5"),
         ({"heads": []}, {}, "query heads, 0 to 5"),
         *(
@@ -98,11 +98,11 @@ def test_invisible_pairs_are_blank(model):
         ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
 )
-def test_invalid_plot_arguments_raise(model, arguments, setting_changes, message):
+def test_invalid_plot_arguments_raise(model, plot_arguments, setting_changes, error_pattern):
     cab_hf.apply_cab(model, **setting_changes)
-    arguments = {"input_ids": tokens(1, LENGTH), "layer": 1} | arguments
-    with pytest.raises(ValueError, match=message):
-        cab_hf.plot_plan(model, **arguments)
+    plot_arguments = {"input_ids": tokens(1, PROMPT_TOKENS), "layer": 1} | plot_arguments
+    with pytest.raises(ValueError, match=error_pattern):
+        cab_hf.plot_plan(model, **plot_arguments)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_invalid_plot_arguments_raise(model, arguments, setting_changes, message
     ],
 )
 def test_integers_of_other_libraries_are_accepted(model, layer, heads, dtype):
-    input_ids = tokens(1, LENGTH)
+    input_ids = tokens(1, PROMPT_TOKENS)
     actual = cab_hf.plot_plan(model, input_ids.to(dtype), layer=layer, heads=heads).axes
     expected = cab_hf.plot_plan(model, input_ids, layer=1, heads=[1, 2]).axes
     assert [panel.get_title() for panel in actual] == [panel.get_title() for panel in expected]
@@ -122,10 +122,10 @@ def test_integers_of_other_libraries_are_accepted(model, layer, heads, dtype):
 
 def test_model_without_cab_raises():
     with pytest.raises(ValueError, match="attn_implementation must be cab .*, got 'sdpa'"):
-        cab_hf.plot_plan(tiny_model(), tokens(1, LENGTH), layer=1)
+        cab_hf.plot_plan(tiny_model(), tokens(1, PROMPT_TOKENS), layer=1)
 
 
 def test_missing_matplotlib_error_names_extra(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0)
+        cab_hf.plot_plan(model, tokens(1, PROMPT_TOKENS), layer=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -27,12 +27,12 @@ from cab_hf.config import Origin
 from cab_hf.hf import model_config
 from cab_hf.patches import calibration
 
-# `state_of` a new model, to which `apply_cab` was not applied
+# state of a new model, to which `apply_cab` was not applied
 STATE_WITHOUT_CAB = ("sdpa", None)
 # a predictor whose field sparsity may be a table with a number for each head
 FRC_SETTINGS = {"predictor": "frc"}
 # `Origin` of a calibration for a model with the shape of `tiny_model`
-ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+CALIBRATION_ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 @pytest.fixture
@@ -40,25 +40,25 @@ def model():
     return tiny_model()
 
 
-def state_of(model):
+def read_state(model):
     """Return (attention implementation, settings of CAB or None)."""
     return model.config._attn_implementation, getattr(model.config, "cab_config", None)
 
 
 def test_apply_cab_is_idempotent_and_remove_cab_restores_settings(model):
-    assert cab_hf.apply_cab(model, SPARSE) is model
+    assert cab_hf.apply_cab(model, SPARSE_CONFIG) is model
     cab_hf.apply_cab(model, mass_threshold=0.05)
     assert model.config.cab_config["mass_threshold"] == 0.05
-    assert model.config.cab_config["key_block"] == SPARSE.key_block
+    assert model.config.cab_config["key_block"] == SPARSE_CONFIG.key_block
     for _ in range(2):
-        assert cab_hf.remove_cab(model) is model and state_of(model) == STATE_WITHOUT_CAB
+        assert cab_hf.remove_cab(model) is model and read_state(model) == STATE_WITHOUT_CAB
 
 
 def pickle_and_load(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    pickle_buffer = io.BytesIO()
+    torch.save(model, pickle_buffer)
+    pickle_buffer.seek(0)
+    return torch.load(pickle_buffer, weights_only=False)
 
 
 def add_lora(model):
@@ -67,7 +67,7 @@ def add_lora(model):
 
 
 def apply_sparse_cab(model):
-    return cab_hf.apply_cab(model, SPARSE)
+    return cab_hf.apply_cab(model, SPARSE_CONFIG)
 
 
 MOVE_FUNCTIONS = {
@@ -84,19 +84,19 @@ MOVE_FUNCTIONS = {
 @pytest.mark.parametrize("move_model", MOVE_FUNCTIONS.values(), ids=MOVE_FUNCTIONS)
 def test_remove_cab_restores_state_after_pickle_and_copy(model, move_model):
     moved_model = move_model(model)
-    assert state_of(moved_model)[0] == "cab"
+    assert read_state(moved_model)[0] == "cab"
     assert "layers 0-2: sparse" in cab_hf.describe(moved_model, tokens=200)
     assert [row["layer"] for row in cab_hf.stats(moved_model)] == [0, 1, 2]
-    assert state_of(cab_hf.remove_cab(moved_model)) == STATE_WITHOUT_CAB
+    assert read_state(cab_hf.remove_cab(moved_model)) == STATE_WITHOUT_CAB
 
 
-def test_switching_a_copy_leaves_the_original(model):
+def test_switching_a_copy_does_not_change_the_original(model):
     apply_sparse_cab(model)
     with cab_hf.cab(model, mass_threshold=0.05):
         copied_model = copy.deepcopy(model)
-    assert state_of(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
-    assert state_of(copied_model)[1]["mass_threshold"] == 0.05
-    assert state_of(cab_hf.remove_cab(copied_model)) == STATE_WITHOUT_CAB
+    assert read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
+    assert read_state(copied_model)[1]["mass_threshold"] == 0.05
+    assert read_state(cab_hf.remove_cab(copied_model)) == STATE_WITHOUT_CAB
 
 
 def test_saved_config_differs_by_cab_config_only(model, tmp_path):
@@ -106,88 +106,93 @@ def test_saved_config_differs_by_cab_config_only(model, tmp_path):
         "cab_config",
         "architectures",
     }
-    state_before = state_of(loaded_model)
-    assert state_before[0] == "sdpa" and CabConfig.from_dict(state_before[1]) == SPARSE
+    state_before = read_state(loaded_model)
+    assert state_before[0] == "sdpa" and CabConfig.from_dict(state_before[1]) == SPARSE_CONFIG
     # apply_cab was not called on the loaded model, so remove_cab keeps the saved settings
-    assert state_of(cab_hf.remove_cab(loaded_model)) == state_before
+    assert read_state(cab_hf.remove_cab(loaded_model)) == state_before
     assert (
-        state_of(cab_hf.remove_cab(cab_hf.apply_cab(loaded_model, mass_threshold=0.08)))
+        read_state(cab_hf.remove_cab(cab_hf.apply_cab(loaded_model, mass_threshold=0.08)))
         == state_before
     )
 
 
 def switch_by_transformers(model):
-    cab_hf.apply_cab(model, FULL)
-    model.config.cab_config = SPARSE.to_dict()
+    cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
+    model.config.cab_config = SPARSE_CONFIG.to_dict()
     model.set_attn_implementation("cab_dense")
 
 
 PREPARE_FUNCTIONS = {
     "plain": lambda model: None,
-    "apply_sparse_cab": lambda model: cab_hf.apply_cab(model, FULL),
+    "applied": lambda model: cab_hf.apply_cab(model, FULL_BUDGET_CONFIG),
     "by-hand": switch_by_transformers,
 }
-for_all_preparations = pytest.mark.parametrize(
+parametrize_preparations = pytest.mark.parametrize(
     "prepare_model", PREPARE_FUNCTIONS.values(), ids=PREPARE_FUNCTIONS
 )
 
 
-@for_all_preparations
+@parametrize_preparations
 @pytest.mark.parametrize("first_ending_block", [0, 1, 2])
 def test_cab_blocks_can_end_in_any_order(model, first_ending_block, prepare_model):
     prepare_model(model)
-    state_before = state_of(model)
-    blocks = [cab_hf.cab(model, mass_threshold=threshold) for threshold in (0.5, 0.6, 0.7)]
-    for block in blocks:
-        block.__enter__()
-    blocks.pop(first_ending_block).__exit__(None, None, None)
+    state_before = read_state(model)
+    cab_blocks = [cab_hf.cab(model, mass_threshold=threshold) for threshold in (0.5, 0.6, 0.7)]
+    for cab_block in cab_blocks:
+        cab_block.__enter__()
+    cab_blocks.pop(first_ending_block).__exit__(None, None, None)
     # the settings of the innermost ``with`` block that is still open apply
-    assert state_of(model)[1]["mass_threshold"] == (0.6 if first_ending_block == 2 else 0.7)
-    for block in blocks:
-        block.__exit__(None, None, None)
-    assert state_of(model) == state_before
-    assert state_of(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
+    assert read_state(model)[1]["mass_threshold"] == (0.6 if first_ending_block == 2 else 0.7)
+    for cab_block in cab_blocks:
+        cab_block.__exit__(None, None, None)
+    assert read_state(model) == state_before
+    assert read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
 
 
-def raise_inside(model):
+def raise_runtime_error(model):
     raise RuntimeError("from inside")
 
 
 ACTIONS_INSIDE_BLOCK = {
     "nothing": lambda model: None,
-    "remove": lambda model: state_of(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB or 1 / 0,
+    "remove": lambda model: read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB or 1 / 0,
     "apply": lambda model: cab_hf.apply_cab(model, mass_threshold=0.08),
     "again": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass_threshold=0.08),
     "eager": lambda model: model.set_attn_implementation("eager"),
-    "error": raise_inside,
+    "error": raise_runtime_error,
 }
 
 
-@for_all_preparations
+@parametrize_preparations
 @pytest.mark.parametrize(
     "act_inside_block", ACTIONS_INSIDE_BLOCK.values(), ids=ACTIONS_INSIDE_BLOCK
 )
 def test_cab_block_restores_state_after_exceptions(model, act_inside_block, prepare_model):
     prepare_model(model)
-    state_before = state_of(model)
+    state_before = read_state(model)
     expectation = (
         pytest.raises(RuntimeError, match="from inside")
-        if act_inside_block is raise_inside
+        if act_inside_block is raise_runtime_error
         else nullcontext()
     )
     with expectation, cab_hf.cab(model, mass_threshold=0.08):
-        assert state_of(model)[0] == "cab" and state_of(model)[1]["mass_threshold"] == 0.08
+        assert read_state(model)[0] == "cab" and read_state(model)[1]["mass_threshold"] == 0.08
         act_inside_block(model)
-    assert state_of(model) == state_before
-    assert state_of(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
+    assert read_state(model) == state_before
+    assert read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
 
 
 def make_tiny_llava(**implementations):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "projection_dim": 16}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision_sizes = {"hidden_size": 32, "intermediate_size": 32, "projection_dim": 16}
+    vision_sizes |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**sizes),
-        text_config=LlamaConfig(**SIZES),
+        vision_config=CLIPVisionConfig(**vision_sizes),
+        text_config=LlamaConfig(**MODEL_SIZES),
         image_token_index=5,
         attn_implementation=implementations or None,
     )
@@ -214,28 +219,28 @@ def test_apply_cab_switches_language_model_only(implementations):
     implementations_before = read_implementations(model)
     input_ids = tokens(1, 150).clamp(min=6)
     input_ids[:, 3:7] = 5
-    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    pixel_values = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = model(input_ids=input_ids, pixel_values=pixels).logits
-        cab_hf.apply_cab(model, FULL)
+        expected = model(input_ids=input_ids, pixel_values=pixel_values).logits
+        cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
         assert read_implementations(model) == implementations_before | {"t": "cab"}
-        actual = model(input_ids=input_ids, pixel_values=pixels).logits
+        actual = model(input_ids=input_ids, pixel_values=pixel_values).logits
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
     assert [row["density"] for row in cab_hf.stats(model)] == [1.0, 1.0, 1.0]
     cab_hf.remove_cab(model)
     assert read_implementations(model) == implementations_before
-    with cab_hf.cab(model, FULL):
+    with cab_hf.cab(model, FULL_BUDGET_CONFIG):
         assert read_implementations(model) == implementations_before | {"t": "cab"}
     assert read_implementations(model) == implementations_before
 
 
 @pytest.mark.parametrize("implementations", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
 def test_calibrate_uses_language_model_only(implementations, monkeypatch):
-    monkeypatch.setattr(calibration, "KEYS", 2)
+    monkeypatch.setattr(calibration, "KEYS_PER_DOCUMENT", 2)
     model = make_tiny_llava(**implementations)
     model.resize_token_embeddings(400)
     fitted_config = cab_hf.calibrate(
-        model, make_tokenizer(), "So it goes.", 0.7, config=SPARSE, length=300, documents=1
+        model, make_tokenizer(), "So it goes.", 0.7, config=SPARSE_CONFIG, length=300, documents=1
     )
     assert read_implementations(model) == {"": "sdpa", "v": "sdpa", "t": "cab"}
     assert model.config.text_config.cab_config == fitted_config.to_dict()
@@ -243,22 +248,22 @@ def test_calibrate_uses_language_model_only(implementations, monkeypatch):
 
 
 def test_models_with_shared_config_are_switched_separately():
-    config = LlamaConfig(**SIZES)
+    config = LlamaConfig(**MODEL_SIZES)
     first_model, second_model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     input_ids = tokens(1, 200)
     with torch.no_grad():
         expected = second_model(input_ids).logits
         apply_sparse_cab(first_model)
-        assert state_of(second_model) == STATE_WITHOUT_CAB == (config._attn_implementation, None)
+        assert read_state(second_model) == STATE_WITHOUT_CAB == (config._attn_implementation, None)
         assert torch.equal(second_model(input_ids).logits, expected)
-        cab_hf.apply_cab(second_model, FULL)
-        assert state_of(first_model)[1]["mass_threshold"] == SPARSE.mass_threshold
+        cab_hf.apply_cab(second_model, FULL_BUDGET_CONFIG)
+        assert read_state(first_model)[1]["mass_threshold"] == SPARSE_CONFIG.mass_threshold
         cab_hf.remove_cab(first_model)
-        assert state_of(second_model)[1]["mass_threshold"] == FULL.mass_threshold
+        assert read_state(second_model)[1]["mass_threshold"] == FULL_BUDGET_CONFIG.mass_threshold
     with cab_hf.cab(second_model, mass_threshold=0.08):
         model_built_in_block = LlamaForCausalLM(second_model.config)
     cab_hf.remove_cab(second_model)
-    assert state_of(model_built_in_block)[1]["mass_threshold"] == 0.08
+    assert read_state(model_built_in_block)[1]["mass_threshold"] == 0.08
 
 
 def make_model_without_attention_interface():
@@ -272,7 +277,7 @@ def make_model_without_attention_interface():
 
 
 @pytest.mark.parametrize(
-    ("make_model", "options", "message"),
+    ("make_model", "cab_settings", "error_pattern"),
     [
         pytest.param(lambda: torch.nn.Linear(2, 2), {}, "transformers, got Linear", id="no-model"),
         pytest.param(
@@ -287,12 +292,14 @@ def make_model_without_attention_interface():
         ),
     ],
 )
-def test_apply_cab_to_unsupported_model_raises_and_restores(make_model, options, message):
+def test_apply_cab_to_unsupported_model_raises_and_restores(
+    make_model, cab_settings, error_pattern
+):
     model = make_model()
     config_before = copy.deepcopy(getattr(model, "config", None))
-    with pytest.raises(ValueError, match=message):
-        cab_hf.apply_cab(model, **options)
-    with pytest.raises(ValueError, match=message), cab_hf.cab(model, **options):
+    with pytest.raises(ValueError, match=error_pattern):
+        cab_hf.apply_cab(model, **cab_settings)
+    with pytest.raises(ValueError, match=error_pattern), cab_hf.cab(model, **cab_settings):
         pass
     assert getattr(model, "config", None) == config_before
     assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == config_before
@@ -303,43 +310,43 @@ def test_apply_cab_to_unsupported_model_raises_and_restores(make_model, options,
     "function_name", ["apply_cab", "describe", "stats", "index_cache", "remove_cab", "calibrate"]
 )
 def test_public_functions_raise_for_objects_that_are_no_models(function_name, invalid_model):
-    options = {"tokenizer": "a tokenizer"} if function_name == "calibrate" else {}
+    required_arguments = {"tokenizer": "a tokenizer"} if function_name == "calibrate" else {}
     with pytest.raises(ValueError, match="^model (is|must be) "):
-        getattr(cab_hf, function_name)(invalid_model, **options)
+        getattr(cab_hf, function_name)(invalid_model, **required_arguments)
 
 
 @pytest.mark.parametrize("settings_type", [dict, str, Path])
 def test_apply_cab_accepts_dict_or_file(model, tmp_path, settings_type):
-    config = dataclasses.replace(SPARSE, dense_layers=(1,))
+    config = dataclasses.replace(SPARSE_CONFIG, dense_layers=(1,))
     config.save(tmp_path / "own.json")
     settings = config.to_dict() if settings_type is dict else settings_type(tmp_path / "own.json")
     with cab_hf.cab(model, settings, mass_threshold=0.05):
-        assert state_of(model) == (
+        assert read_state(model) == (
             "cab",
             dataclasses.replace(config, mass_threshold=0.05).to_dict(),
         )
     cab_hf.apply_cab(model, settings)
-    assert state_of(model) == ("cab", config.to_dict())
+    assert read_state(model) == ("cab", config.to_dict())
     # the config of a saved model contains the settings, not the path of the file
-    reloaded = save_and_load(
+    reloaded_model = save_and_load(
         tiny_model(), tmp_path / "model", attn_implementation="cab", cab_config=settings
     )
-    assert state_of(reloaded) == ("cab", config.to_dict())
+    assert read_state(reloaded_model) == ("cab", config.to_dict())
     # fields that a dict leaves out are reset to their defaults
     cab_hf.apply_cab(model, {"mass_threshold": 0.08})
-    assert state_of(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
+    assert read_state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
 
 
-def save_and_load(model, folder, **options):
+def save_and_load(model, folder, **load_options):
     """Save a model to ``folder``, and return the model that ``from_pretrained`` loads from it."""
     model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
+    return AutoModelForCausalLM.from_pretrained(folder, **load_options)
 
 
 # settings for 30 layers; `tiny_model` has 3
 SETTINGS_OF_30_LAYERS = FRC_SETTINGS | {"sparsity": [[0.5] * 6] * 30}
 HEAD_MAP_OF_9_HEADS = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
-SHAPE_MESSAGE = (
+SHAPE_ERROR_PATTERN = (
     r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
 )
 # (settings that do not fit `tiny_model`, part of the error message)
@@ -355,32 +362,38 @@ MISFITTING_SETTINGS = {
     ),
     "map": (HEAD_MAP_OF_9_HEADS, "head_map has 3 layers of 9 heads"),
     "dense": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
-    "origin-layers": ({"origin": ORIGIN._replace(layers=4)._asdict()}, SHAPE_MESSAGE),
-    "origin-heads": ({"origin": ORIGIN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV"),
+    "origin-layers": (
+        {"origin": CALIBRATION_ORIGIN._replace(layers=4)._asdict()},
+        SHAPE_ERROR_PATTERN,
+    ),
+    "origin-heads": (
+        {"origin": CALIBRATION_ORIGIN._replace(kv_heads=6)._asdict()},
+        "3 layers, 6 heads, 6 KV",
+    ),
     "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
     "kind": ({"mass_threshold": "much"}, "CabConfig.mass_threshold must be .*, got 'much'"),
     "predictor": ({"predictor": "row"}, "predictor"),
 }
 
 
-def pass_settings(model, folder, config, entry_point):
-    """Pass the settings ``config`` to a model by an entry point.
+def pass_settings(model, folder, settings, entry_point):
+    """Pass ``settings`` to a model by an entry point.
 
     Args:
         model: the model.
         folder: empty folder, for the entry point "load".
-        config: the settings.
+        settings: the settings.
         entry_point: "apply", "block", "load", or any other word for an assignment to the config.
     """
     if entry_point == "apply":
-        cab_hf.apply_cab(model, config)
+        cab_hf.apply_cab(model, settings)
     elif entry_point == "block":
-        with cab_hf.cab(model, config):
+        with cab_hf.cab(model, settings):
             pass
     elif entry_point == "load":
-        save_and_load(model, folder, attn_implementation="cab", cab_config=config)
+        save_and_load(model, folder, attn_implementation="cab", cab_config=settings)
     else:
-        model.config.cab_config = config
+        model.config.cab_config = settings
         if entry_point == "save":
             save_and_load(model, folder, attn_implementation="cab")
         elif entry_point == "build":
@@ -392,21 +405,21 @@ def pass_settings(model, folder, config, entry_point):
 
 @pytest.mark.parametrize("entry_point", ["apply", "block", "load", "save", "build", "switch"])
 @pytest.mark.parametrize(
-    ("config", "message"), MISFITTING_SETTINGS.values(), ids=MISFITTING_SETTINGS
+    ("settings", "error_pattern"), MISFITTING_SETTINGS.values(), ids=MISFITTING_SETTINGS
 )
 def test_settings_of_another_model_raise_at_every_entry_point(
-    model, tmp_path, entry_point, config, message
+    model, tmp_path, entry_point, settings, error_pattern
 ):
-    with pytest.raises(ValueError, match=message):
-        pass_settings(model, tmp_path, config, entry_point)
+    with pytest.raises(ValueError, match=error_pattern):
+        pass_settings(model, tmp_path, settings, entry_point)
 
 
 def test_assigning_settings_of_another_model_raises(model):
-    cab_hf.apply_cab(model, SPARSE)
-    for config, message in MISFITTING_SETTINGS.values():
-        with pytest.raises(ValueError, match=message):
-            model.config.cab_config = config
-    assert model.config.cab_config == SPARSE.to_dict()
+    cab_hf.apply_cab(model, SPARSE_CONFIG)
+    for settings, error_pattern in MISFITTING_SETTINGS.values():
+        with pytest.raises(ValueError, match=error_pattern):
+            model.config.cab_config = settings
+    assert model.config.cab_config == SPARSE_CONFIG.to_dict()
     # settings are checked with "cab" only: a model with "sdpa" does not use settings
     cab_hf.remove_cab(model)
     model.config.cab_config = SETTINGS_OF_30_LAYERS
@@ -414,9 +427,9 @@ def test_assigning_settings_of_another_model_raises(model):
 
 @pytest.mark.parametrize("use_model", [cab_hf.describe, lambda model: model(tokens(1, 40))])
 def test_calibration_of_another_model_raises_at_forward(model, use_model):
-    cab_hf.apply_cab(model, SPARSE)
+    cab_hf.apply_cab(model, SPARSE_CONFIG)
     model = copy.deepcopy(model)
-    model.config.cab_config["origin"] = ORIGIN._replace(layers=4)._asdict()
+    model.config.cab_config["origin"] = CALIBRATION_ORIGIN._replace(layers=4)._asdict()
     with pytest.raises(ValueError, match="was calibrated for somebody's"):
         use_model(model)
 
@@ -426,7 +439,7 @@ def test_settings_are_compared_once_per_model(model, monkeypatch):
     monkeypatch.setattr(
         model_config, "require_layers", lambda *args: compared_settings.append(args)
     )
-    cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
+    cab_hf.apply_cab(model, SPARSE_CONFIG, dense_layers=(2,))
     compared_settings.clear()
     for _ in range(3):
         model(tokens(1, 40))
@@ -439,13 +452,15 @@ def test_settings_are_compared_once_per_model(model, monkeypatch):
 
 def test_rejected_settings_can_be_replaced(model):
     model.config.cab_config = SETTINGS_OF_30_LAYERS
-    assert state_of(apply_sparse_cab(model)) == ("cab", SPARSE.to_dict())
-    assert state_of(cab_hf.remove_cab(model)) == ("sdpa", SETTINGS_OF_30_LAYERS)
+    assert read_state(apply_sparse_cab(model)) == ("cab", SPARSE_CONFIG.to_dict())
+    assert read_state(cab_hf.remove_cab(model)) == ("sdpa", SETTINGS_OF_30_LAYERS)
 
 
 @pytest.mark.parametrize("missing_field", ["layers", "heads", "kv_heads"])
 def test_fields_missing_from_calibration_are_not_compared(model, missing_field):
-    cab_hf.apply_cab(model, SPARSE, origin=ORIGIN._replace(**{missing_field: None}))
+    cab_hf.apply_cab(
+        model, SPARSE_CONFIG, origin=CALIBRATION_ORIGIN._replace(**{missing_field: None})
+    )
 
 
 def compute_loss(model, has_padding=False):
@@ -456,47 +471,48 @@ def compute_loss(model, has_padding=False):
 
 def compute_gradient(loss, model):
     loss.backward()
-    gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
     return gradient
 
 
-def loss_inside_block(model, has_padding):
+def compute_loss_inside_block(model, has_padding):
     """Compute a loss inside a ``with cab(...)`` block, and return the loss after the block."""
-    with cab_hf.cab(model, SPARSE):
+    with cab_hf.cab(model, SPARSE_CONFIG):
         return compute_loss(model, has_padding)
 
 
-def loss_before_remove_cab(model, has_padding):
+def compute_loss_before_remove_cab(model, has_padding):
     loss = compute_loss(apply_sparse_cab(model), has_padding)
     cab_hf.remove_cab(model)
     return loss
 
 
-def loss_before_apply_cab(model, has_padding):
+def compute_loss_before_apply_cab(model, has_padding):
     loss = compute_loss(model, has_padding)
-    cab_hf.apply_cab(model, SPARSE)
+    cab_hf.apply_cab(model, SPARSE_CONFIG)
     return loss
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(
-    "loss_before_switch", [loss_inside_block, loss_before_remove_cab, loss_before_apply_cab]
+    "compute_loss_before_switch",
+    [compute_loss_inside_block, compute_loss_before_remove_cab, compute_loss_before_apply_cab],
 )
 @pytest.mark.parametrize(
     ("implementation", "has_padding"),
     [("sdpa", False), ("sdpa", True), ("eager", False), ("cab", False), ("cab_dense", False)],
 )
 def test_recompute_with_other_settings_raises(
-    implementation, has_padding, loss_before_switch, use_reentrant
+    implementation, has_padding, compute_loss_before_switch, use_reentrant
 ):
     model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    with cab_hf.cab(model, SPARSE):
+    with cab_hf.cab(model, SPARSE_CONFIG):
         # run forward and backward inside the block; the next step must not depend on this step
         expected = compute_gradient(compute_loss(model, has_padding), model)
-    loss = loss_before_switch(model, has_padding)
+    loss = compute_loss_before_switch(model, has_padding)
     with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
@@ -506,7 +522,7 @@ def test_recompute_with_other_settings_raises(
 
 
 def test_backward_after_cab_block_works_without_checkpointing(model):
-    with cab_hf.cab(model, SPARSE):
+    with cab_hf.cab(model, SPARSE_CONFIG):
         expected = compute_gradient(compute_loss(model), model)
-    loss = loss_inside_block(model, has_padding=False)
+    loss = compute_loss_inside_block(model, has_padding=False)
     assert torch.equal(compute_gradient(loss, model), expected)

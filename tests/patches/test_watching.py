@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tiny import FAMILIES, tiny_model, tokens
+from tiny import MODEL_FAMILIES, tiny_model, tokens
 
 from cab_hf.call.scope import FORWARD_CONTEXT
 from cab_hf.hf.layers import attention_layers
@@ -25,15 +25,15 @@ def record_calls(model, observed_calls):
     """Return a context manager that appends every attention call to ``observed_calls``."""
 
     def append_call(call):
-        shapes = [tuple(x.shape) for x in (call.q, call.k, call.v)]
+        shapes = [tuple(tensor.shape) for tensor in (call.q, call.k, call.v)]
         observed_calls.append(ObservedCall(call.layer, shapes, call.scale, call.mask.window))
 
     return observe_calls(model, append_call)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_watched_reports_heads_and_window_of_every_layer(family):
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
+def test_observed_calls_have_heads_and_window_of_every_layer(family):
     model, observed_calls = tiny_model(family), []
     expected = model(tokens(1, 50)).logits
     with record_calls(model, observed_calls):
@@ -53,11 +53,11 @@ def test_watched_reports_heads_and_window_of_every_layer(family):
 
 
 @torch.no_grad()
-def test_two_watched_models_are_independent():
-    models, calls = (tiny_model(), tiny_model("qwen3")), ([], [])
-    with record_calls(models[0], calls[0]), record_calls(models[1], calls[1]):
-        for model, length in product(models, (40, 60)):
-            model(tokens(1, length))
-    for model, model_calls in zip(models, calls, strict=True):
-        layers = [module for _, module in attention_layers(model)]
-        assert [call.layer for call in model_calls] == layers * 2
+def test_calls_of_two_observed_models_are_recorded_separately():
+    models, calls_of_models = (tiny_model(), tiny_model("qwen3")), ([], [])
+    with record_calls(models[0], calls_of_models[0]), record_calls(models[1], calls_of_models[1]):
+        for model, num_tokens in product(models, (40, 60)):
+            model(tokens(1, num_tokens))
+    for model, calls_of_model in zip(models, calls_of_models, strict=True):
+        layer_modules = [module for _, module in attention_layers(model)]
+        assert [call.layer for call in calls_of_model] == layer_modules * 2

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from tiny import SPARSE, qkv
+from tiny import SPARSE_CONFIG, qkv
 
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as anchor_calibration
@@ -23,19 +23,19 @@ from cab_hf.calibration.anchors import (
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-LENGTH = 400
+NUM_TOKENS = 400
 # higher than the defaults: a short sequence has few blocks, each with a large share of the mass
 THRESHOLDS = (0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
-SMALL = replace(SPARSE, share_threshold=1.0, dense_tail_blocks=0)
+MASS_CONFIG = replace(SPARSE_CONFIG, share_threshold=1.0, dense_tail_blocks=0)
 NEEDLES = Needles(torch.tensor([140, 150]), torch.tensor([40, 90]), torch.tensor([44, 94]))
 
 
 @pytest.fixture(autouse=True)
-def _thresholds_for_few_blocks(monkeypatch):
+def _set_thresholds_for_few_blocks(monkeypatch):
     monkeypatch.setattr(anchor_calibration, "THRESHOLDS", THRESHOLDS)
 
 
-def sum_values(values, anchors):
+def sum_anchor_values(values, anchors):
     """Return sum_b values[a_b][b], where a_b is the last anchor at or before layer b."""
     return sum(values[max(a for a in anchors if a <= b)][b] for b in range(len(values)))
 
@@ -52,9 +52,9 @@ def test_best_anchors_equal_exhaustive_search(num_layers):
                 and actual[0] == 0
                 and list(actual) == sorted(set(actual))
             )
-            other_anchors = combinations(range(1, num_layers), num_anchors - 1)
-            max_total = max(sum_values(values, (0, *anchors)) for anchors in other_anchors)
-            assert sum_values(values, actual) == pytest.approx(max_total, abs=1e-12)
+            later_anchors = combinations(range(1, num_layers), num_anchors - 1)
+            max_total = max(sum_anchor_values(values, (0, *anchors)) for anchors in later_anchors)
+            assert sum_anchor_values(values, actual) == pytest.approx(max_total, abs=1e-12)
 
 
 def test_best_anchors_equal_hand_computed_anchors():
@@ -77,7 +77,7 @@ def measure_coverages(config, layers, importance=None):
         layers: (q, k) of each layer, [1, H, N, D].
         importance: weight of each layer; None for equal weights.
     """
-    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
     measurements = [
         measure_layer(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
         for layer, (q, k) in enumerate(layers)
@@ -89,31 +89,38 @@ def measure_coverages(config, layers, importance=None):
     ]
 
 
-def fit_config(config, coverages, *, layers=(0, 1), num_layers=2, num_anchors=1, target):
+def fit_cascade_config(
+    config, coverages, *, layers=(0, 1), num_layers=2, num_anchors=1, target_density
+):
     """Return the CabConfig that `fit_cascade` fits for a model of ``num_layers`` layers."""
     return fit_cascade(
-        config, coverages, layers, num_layers=num_layers, num_anchors=num_anchors, target=target
+        config,
+        coverages,
+        layers,
+        num_layers=num_layers,
+        num_anchors=num_anchors,
+        target_density=target_density,
     )
 
 
 def select_plan(config, q, k, layer=0):
     """Return the plan that the predictor of ``config`` selects for causal q and k."""
-    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
     return make_predictor(config)(q, k, LayerContext(ranges, 0.25, layer))
 
 
-def make_layer(seed, heads=4):
-    q, k, _ = qkv(q_length=LENGTH, heads=heads, kv_heads=heads, seed=seed)
+def make_q_and_k(seed, num_heads=4):
+    q, k, _ = qkv(q_length=NUM_TOKENS, heads=num_heads, kv_heads=num_heads, seed=seed)
     return 3 * q, 3 * k
 
 
 @pytest.mark.parametrize("outlier_queries", [0, 4])
 def test_permuted_heads_are_mapped_back(outlier_queries):
-    config = replace(SMALL, outlier_queries=outlier_queries)
-    q, k = make_layer(0)
+    config = replace(MASS_CONFIG, outlier_queries=outlier_queries)
+    q, k = make_q_and_k(0)
     # if all tokens of a block are equal, any sampled query gives the exact mass of its block
     q, k = (
-        x[:, :, ::block_size].repeat_interleave(block_size, 2)[:, :, :LENGTH]
+        x[:, :, ::block_size].repeat_interleave(block_size, 2)[:, :, :NUM_TOKENS]
         for x, block_size in ((q, 32), (k, 16))
     )
     head_order = [2, 0, 3, 1]
@@ -126,16 +133,18 @@ def test_permuted_heads_are_mapped_back(outlier_queries):
     # with the head map, blocks cover as much mass in layer 1 as in the anchor layer
     mass = coverage.mass[0, 1, head_order, range(4)].mean()
     torch.testing.assert_close(mass, coverage.mass[0, 0].diagonal().mean())
-    assert fit_config(config, coverages, target=0.5).head_map[1] == tuple(head_order)
+    assert fit_cascade_config(config, coverages, target_density=0.5).head_map[1] == tuple(
+        head_order
+    )
 
 
 def test_coverage_equals_hand_computed_values():
-    (q, k), (other_q, other_k) = make_layer(0, heads=2), make_layer(1, heads=2)
-    coverage = measure_coverages(SMALL, [(q, k), (other_q, other_k)])[3]
-    plan = select_plan(replace(SMALL, mass_threshold=THRESHOLDS[3]), q, k)
+    (q, k), (layer_1_q, layer_1_k) = make_q_and_k(0, num_heads=2), make_q_and_k(1, num_heads=2)
+    coverage = measure_coverages(MASS_CONFIG, [(q, k), (layer_1_q, layer_1_k)])[3]
+    plan = select_plan(replace(MASS_CONFIG, mass_threshold=THRESHOLDS[3]), q, k)
     is_attended = plan.token_mask()[0, 1]
-    logits = other_q[0, 0] @ other_k[0, 0].T * 0.25
-    is_visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    logits = layer_1_q[0, 0] @ layer_1_k[0, 0].T * 0.25
+    is_visible = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()
     attention = logits.masked_fill(~is_visible, -torch.inf).softmax(-1)
     # expected coverage of head 0 of layer 1 by the blocks of head 1 of layer 0
     expected = (attention * is_attended).sum(-1).mean()
@@ -144,7 +153,7 @@ def test_coverage_equals_hand_computed_values():
         (attention * is_attended)[140, 40:44].sum(),
         (attention * is_attended)[150, 90:94].sum(),
     ]
-    assert float(coverage.needle[0, 1, 1, 0]) == pytest.approx(
+    assert float(coverage.needle_attention[0, 1, 1, 0]) == pytest.approx(
         float(sum(needle_attention) / 2), abs=1e-6
     )
     assert float(coverage.density[0, 1]) == pytest.approx(
@@ -154,11 +163,12 @@ def test_coverage_equals_hand_computed_values():
 
 def test_threshold_0_covers_all_mass(monkeypatch):
     monkeypatch.setattr(anchor_calibration, "THRESHOLDS", (0.0,))
-    (coverage,) = measure_coverages(SMALL, [make_layer(0), make_layer(1)], [0.5, 0.25])
+    (coverage,) = measure_coverages(MASS_CONFIG, [make_q_and_k(0), make_q_and_k(1)], [0.5, 0.25])
     torch.testing.assert_close(coverage.mass, torch.ones(2, 2, 4, 4, dtype=torch.float64))
     # if all blocks are selected, needle coverage is the same for every anchor head
     torch.testing.assert_close(
-        coverage.needle, coverage.needle[:1, :, :1].expand_as(coverage.needle)
+        coverage.needle_attention,
+        coverage.needle_attention[:1, :, :1].expand_as(coverage.needle_attention),
     )
     assert coverage.importance.tolist() == [0.5, 0.25]
 
@@ -194,38 +204,43 @@ def test_assigned_heads_and_density_equal_hand_computed_values():
     assert actual.compute_density(coverage) == pytest.approx((0.1 + 3 * 0.4) / 4)
 
 
-@pytest.mark.parametrize("target", [0.45, 0.5, 0.6])
-def test_cascade_reaches_target_density(target):
-    layers = [make_layer(0), make_layer(1), make_layer(2)]
-    config = fit_config(
-        SMALL,
-        measure_coverages(SMALL, layers),
+@pytest.mark.parametrize("target_density", [0.45, 0.5, 0.6])
+def test_cascade_reaches_target_density(target_density):
+    layers = [make_q_and_k(0), make_q_and_k(1), make_q_and_k(2)]
+    config = fit_cascade_config(
+        MASS_CONFIG,
+        measure_coverages(MASS_CONFIG, layers),
         layers=(0, 1, 2),
         num_layers=3,
         num_anchors=2,
-        target=target,
+        target_density=target_density,
     )
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     predictor, shared_state = make_predictor(config), {}
-    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
     layer_densities = [
         predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)).density()
         for layer, (q, k) in enumerate(layers)
     ]
-    assert sum(layer_densities) / 3 == pytest.approx(target, abs=0.02)
+    assert sum(layer_densities) / 3 == pytest.approx(target_density, abs=0.02)
 
 
 def test_target_below_forced_density_raises():
-    coverages = measure_coverages(SMALL, [make_layer(0), make_layer(1)])
+    coverages = measure_coverages(MASS_CONFIG, [make_q_and_k(0), make_q_and_k(1)])
     with pytest.raises(ValueError, match=r"target_density must be at least 0\.\d+, .*, got 0\.01"):
-        fit_config(SMALL, coverages, target=0.01)
+        fit_cascade_config(MASS_CONFIG, coverages, target_density=0.01)
     # target density 1 selects the lowest threshold
-    assert fit_config(SMALL, coverages, target=1.0).mass_threshold == THRESHOLDS[-1]
+    assert (
+        fit_cascade_config(MASS_CONFIG, coverages, target_density=1.0).mass_threshold
+        == THRESHOLDS[-1]
+    )
 
 
-@pytest.mark.parametrize("fields", [{}, {"outlier_queries": 0}, {"share_threshold": 0.9}], ids=str)
-def test_coverage_density_equals_plan_density(fields):
-    config, layers = replace(SMALL, **fields), [make_layer(0), make_layer(1)]
+@pytest.mark.parametrize(
+    "config_fields", [{}, {"outlier_queries": 0}, {"share_threshold": 0.9}], ids=str
+)
+def test_coverage_density_equals_plan_density(config_fields):
+    config, layers = replace(MASS_CONFIG, **config_fields), [make_q_and_k(0), make_q_and_k(1)]
     coverages = measure_coverages(config, layers)
     for threshold, coverage in zip(THRESHOLDS, coverages, strict=True):
         anchor_config = config.changed(
@@ -233,15 +248,17 @@ def test_coverage_density_equals_plan_density(fields):
         )
         for layer, (q, k) in enumerate(layers):
             num_attended = select_plan(anchor_config, q, k, layer).token_mask()[0].sum((1, 2))
-            expected = coverage.density[layer] * LENGTH * (LENGTH + 1) / 2
+            expected = coverage.density[layer] * NUM_TOKENS * (NUM_TOKENS + 1) / 2
             torch.testing.assert_close(num_attended.double(), expected)
 
 
-def test_cascade_config_survives_serialisation():
-    coverages = measure_coverages(SMALL, [make_layer(0), make_layer(1)])
-    config = fit_config(SMALL, coverages, layers=(0, 2), num_layers=4, num_anchors=2, target=0.5)
+def test_cascade_config_equals_config_read_from_dict():
+    coverages = measure_coverages(MASS_CONFIG, [make_q_and_k(0), make_q_and_k(1)])
+    config = fit_cascade_config(
+        MASS_CONFIG, coverages, layers=(0, 2), num_layers=4, num_anchors=2, target_density=0.5
+    )
     assert CabConfig.from_dict(config.to_dict()) == config
     assert config.anchors == (0, 2) and len(config.head_map) == 4
-    assert config.changed(predictor="rows", mass_threshold=SMALL.mass_threshold) == SMALL.changed(
-        predictor="rows"
-    )
+    assert config.changed(
+        predictor="rows", mass_threshold=MASS_CONFIG.mass_threshold
+    ) == MASS_CONFIG.changed(predictor="rows")

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from selecting import random_peaked_qk
-from tiny import SPARSE, tiny_model
-from tiny_types import tiny_model as tiny_type
+from tiny import SPARSE_CONFIG, tiny_model
+from tiny_types import tiny_model as make_model_of_type
 from transformers import GPT2Config, GPT2LMHeadModel
 from words import make_tokenizer
 
@@ -28,67 +28,75 @@ from cab_hf.patches import calibration as model_calibration
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-SMALL_BLOCKS = {"query_block": 16, "key_block": 16, "min_length": 0}
+SMALL_BLOCKS_FIELDS = {"query_block": 16, "key_block": 16, "min_length": 0}
 # share_threshold 1.0 turns off selection by maximum share, which in short sequences would select
 # nearly every block
-CALIBRATION_CONFIG = CabConfig(**SMALL_BLOCKS, share_threshold=1.0)
-MASS_CONFIG = SPARSE.changed(share_threshold=1.0, dense_tail_blocks=1)
+CALIBRATION_CONFIG = CabConfig(**SMALL_BLOCKS_FIELDS, share_threshold=1.0)
+MASS_CONFIG = SPARSE_CONFIG.changed(share_threshold=1.0, dense_tail_blocks=1)
 
 
 def measure_layer(config, length=400):
     """Return (q, k, `LayerContext`, density at each threshold) of one layer."""
     q, k = random_peaked_qk(q_length=length, heads=4, kv_heads=2)
-    call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
-    return q, k, call, measure_densities(q, k, call, config)
+    layer_context = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
+    return q, k, layer_context, measure_densities(q, k, layer_context, config)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "config_fields",
     [{}, {"share_threshold": 0.9}, {"dense_tail_blocks": 0}, {"max_density": 0.7}],
     ids=str,
 )
-def test_densities_equal_plan_densities(fields):
-    config = MASS_CONFIG.changed(**fields)
-    q, k, call, actual = measure_layer(config)
-    for index in range(0, len(THRESHOLDS), 5):
-        plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[index]))(q, k, call)
-        assert float(actual[index + 1]) == pytest.approx(plan.density(), abs=1e-6)
+def test_densities_equal_plan_densities(config_fields):
+    config = MASS_CONFIG.changed(**config_fields)
+    q, k, layer_context, actual = measure_layer(config)
+    for threshold_index in range(0, len(THRESHOLDS), 5):
+        plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[threshold_index]))(
+            q, k, layer_context
+        )
+        assert float(actual[threshold_index + 1]) == pytest.approx(plan.density(), abs=1e-6)
     assert (actual.diff() >= 0).all() and actual[1] < 0.9
     # the last threshold is 0, at which all blocks within max_density are selected
     assert float(actual[-1]) == pytest.approx(compute_max_density(config, 400))
 
 
-def test_least_density_equals_forced_blocks():
+def test_first_density_equals_density_of_forced_blocks():
     assert float(measure_layer(MASS_CONFIG)[3][0]) == pytest.approx(
         compute_min_density(MASS_CONFIG, 400)
     )
 
 
-@pytest.mark.parametrize("target", [0.55, 0.6, 0.8])
-def test_fitted_threshold_reaches_target(target):
-    q, k, call, layer_densities = measure_layer(MASS_CONFIG)
-    config = fit_threshold(MASS_CONFIG, [{0: layer_densities}], target)
-    assert make_predictor(config)(q, k, call).density() == pytest.approx(target, abs=0.03)
-    assert fit_threshold(MASS_CONFIG, [{0: layer_densities}] * 2, target) == config
+@pytest.mark.parametrize("target_density", [0.55, 0.6, 0.8])
+def test_fitted_threshold_reaches_target(target_density):
+    q, k, layer_context, layer_densities = measure_layer(MASS_CONFIG)
+    config = fit_threshold(MASS_CONFIG, [{0: layer_densities}], target_density)
+    assert make_predictor(config)(q, k, layer_context).density() == pytest.approx(
+        target_density, abs=0.03
+    )
+    assert fit_threshold(MASS_CONFIG, [{0: layer_densities}] * 2, target_density) == config
     # with a second layer whose density never grows, the same mean needs a lower threshold
     constant_densities = torch.full_like(layer_densities, float(layer_densities[0]))
     assert (
         fit_threshold(
-            MASS_CONFIG, [{0: layer_densities, 1: constant_densities}], target
+            MASS_CONFIG, [{0: layer_densities, 1: constant_densities}], target_density
         ).mass_threshold
         < config.mass_threshold
     )
 
 
 @pytest.mark.parametrize(
-    ("density_at_zero", "target", "threshold"),
+    ("density_at_zero", "target_density", "expected_threshold"),
     [(1.0, 1.0, 0.0), (0.9, 0.85, 0.0), (0.9, 0.72, THRESHOLDS[-1]), (0.7, 0.8, 0.0)],
 )
-def test_unreachable_target_selects_nearest_density(density_at_zero, target, threshold):
+def test_unreachable_target_selects_nearest_density(
+    density_at_zero, target_density, expected_threshold
+):
     densities = torch.linspace(0.3, 0.7, len(THRESHOLDS) + 1)
     layer_densities = torch.cat((densities, torch.tensor([density_at_zero]))).double()
-    fitted_threshold = fit_threshold(MASS_CONFIG, [{0: layer_densities}], target).mass_threshold
-    assert fitted_threshold == pytest.approx(threshold, rel=0.01)
+    fitted_threshold = fit_threshold(
+        MASS_CONFIG, [{0: layer_densities}], target_density
+    ).mass_threshold
+    assert fitted_threshold == pytest.approx(expected_threshold, rel=0.01)
 
 
 def test_cascade_layers_count_the_density_of_their_anchor():
@@ -105,8 +113,8 @@ def test_target_density_1_selects_threshold_0():
 
 
 @pytest.fixture(autouse=True)
-def _few_keys_and_thresholds(monkeypatch):
-    monkeypatch.setattr(model_calibration, "KEYS", 2)
+def _set_few_keys_and_thresholds(monkeypatch):
+    monkeypatch.setattr(model_calibration, "KEYS_PER_DOCUMENT", 2)
     # higher than the defaults: a short sequence has few blocks, each with a large share of the mass
     monkeypatch.setattr(
         anchor_calibration, "THRESHOLDS", (1.0, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
@@ -117,15 +125,20 @@ TOKENIZER = make_tokenizer()
 INPUT_IDS = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
 
 
-def make_model(kind="llama", **changes):
+def make_model(family="llama", **model_fields):
     """Return a tiny model whose vocabulary has the size of `TOKENIZER`."""
-    return tiny_model(kind, **{"vocab_size": len(TOKENIZER)} | changes)
+    return tiny_model(family, **{"vocab_size": len(TOKENIZER)} | model_fields)
 
 
-def calibrate_model(model, texts="So it goes.", target_density=0.7, **changes):
+def calibrate_model(model, texts="So it goes.", target_density=0.7, **changed_arguments):
     """Calibrate the model on one sequence of 300 tokens, and return the calibrated config."""
-    fields = {"config": CALIBRATION_CONFIG, "length": 300, "documents": 1, **changes}
-    return cab_hf.calibrate(model, TOKENIZER, texts, target_density, **fields)
+    calibrate_arguments = {
+        "config": CALIBRATION_CONFIG,
+        "length": 300,
+        "documents": 1,
+        **changed_arguments,
+    }
+    return cab_hf.calibrate(model, TOKENIZER, texts, target_density, **calibrate_arguments)
 
 
 def get_attention_settings(model):
@@ -135,7 +148,7 @@ def get_attention_settings(model):
 
 @torch.no_grad()
 def measure_mean_density(model):
-    """Return the mean density of the layers of a model for `IDS`."""
+    """Return the mean density of the layers of a model for `INPUT_IDS`."""
     cab_hf.stats(model, reset=True)
     model(INPUT_IDS)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
@@ -162,8 +175,8 @@ def test_calibrating_one_model_leaves_another_unchanged():
     second_model = type(first_model)(first_model.config).eval()
     expected = [calibrate_model(copy.deepcopy(second_model)), calibrate_model(first_model)][::-1]
     assert get_attention_settings(second_model) == ("sdpa", None)
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(calibrate_model, (first_model, second_model))) == expected
+    with ThreadPoolExecutor(2) as thread_pool:
+        assert list(thread_pool.map(calibrate_model, (first_model, second_model))) == expected
 
 
 def test_calibrate_uses_eval_mode_and_restores_training_mode():
@@ -182,10 +195,12 @@ def test_calibrate_uses_eval_mode_and_restores_training_mode():
 def test_unreachable_density_raises_before_forward_pass(anchors):
     model = make_model()
     model.forward = None
-    with pytest.raises(ValueError, match=r"target_density must be at least .*, got 0\.2") as error:
+    with pytest.raises(
+        ValueError, match=r"target_density must be at least .*, got 0\.2"
+    ) as error_info:
         calibrate_model(model, target_density=0.2, anchors=anchors)
     del model.forward
-    min_density = float(re.search(r"at least ([.\d]+)", str(error.value))[1])
+    min_density = float(re.search(r"at least ([.\d]+)", str(error_info.value))[1])
     calibrate_model(model, target_density=min_density, anchors=anchors)
 
 
@@ -202,10 +217,10 @@ def test_target_above_max_density_raises_before_forward_pass(anchors):
     model.forward = None
     with pytest.raises(
         ValueError, match=r"must be at most .* max_density=0\.6 .*, got 0\.8"
-    ) as error:
+    ) as error_info:
         calibrate_model(model, target_density=0.8, config=config, anchors=anchors)
     del model.forward
-    max_density = float(re.search(r"at most ([.\d]+)", str(error.value))[1])
+    max_density = float(re.search(r"at most ([.\d]+)", str(error_info.value))[1])
     calibrate_model(model, target_density=max_density, config=config, anchors=anchors)
     assert measure_mean_density(model) == pytest.approx(max_density, abs=0.03)
 
@@ -220,27 +235,27 @@ def test_cascade_reaches_density_below_anchor_thresholds(monkeypatch):
 
 def test_calibrate_accepts_dict_or_file(tmp_path):
     CALIBRATION_CONFIG.save(tmp_path / "own.json")
-    path = tmp_path / "own.json"
+    config_path = tmp_path / "own.json"
     expected = calibrate_model(make_model())
-    for config in (CALIBRATION_CONFIG.to_dict(), str(path), path):
+    for config in (CALIBRATION_CONFIG.to_dict(), str(config_path), config_path):
         assert calibrate_model(make_model(), config=config) == expected
 
 
-model_kinds = pytest.mark.parametrize(
-    ("kind", "num_layers"), [("llama", 3), ("qwen3-some-sliding", 1)]
+parametrize_model_families = pytest.mark.parametrize(
+    ("family", "num_layers"), [("llama", 3), ("qwen3-some-sliding", 1)]
 )
 
 
-@model_kinds
-def test_calibrate_shows_progress_per_layer(kind, num_layers, capfd):
-    calibrate_model(make_model(kind))
+@parametrize_model_families
+def test_calibrate_shows_progress_per_layer(family, num_layers, capfd):
+    calibrate_model(make_model(family))
     progress_output = capfd.readouterr().err
     assert "calibrate: 100%" in progress_output and f"{num_layers}/{num_layers}" in progress_output
 
 
-@model_kinds
-def test_too_many_anchors_raise_before_forward_pass(kind, num_layers):
-    model = make_model(kind)
+@parametrize_model_families
+def test_too_many_anchors_raise_before_forward_pass(family, num_layers):
+    model = make_model(family)
     model.forward = None
     with pytest.raises(
         ValueError, match=f"anchors must be 1 to {num_layers}, the number of sparse layers"
@@ -272,21 +287,24 @@ def test_calibrate_with_anchors_sets_cascade_config():
     assert get_attention_settings(model) == ("cab", config.to_dict())
     assert 0.5 < measure_mean_density(model) < 0.8
     # calibrating a cascade config again keeps anchors and head map, and changes the threshold
-    recalibrated = calibrate_model(model, target_density=0.6, config=config)
-    assert (recalibrated.anchors, recalibrated.head_map) == (config.anchors, config.head_map)
-    assert recalibrated.mass_threshold > config.mass_threshold
+    recalibrated_config = calibrate_model(model, target_density=0.6, config=config)
+    assert (recalibrated_config.anchors, recalibrated_config.head_map) == (
+        config.anchors,
+        config.head_map,
+    )
+    assert recalibrated_config.mass_threshold > config.mass_threshold
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "anchors"),
+    ("model_type", "num_layers", "anchors"),
     [
         pytest.param("longcat_flash", 8, None, id="two attentions a layer", marks=pytest.mark.slow),
         pytest.param("longcat_flash", 8, 2, id="two attentions a layer, anchors"),
         pytest.param("laguna", 4, 2, id="head numbers per layer", marks=pytest.mark.slow),
     ],
 )
-def test_unusual_layer_structures_are_calibrated(kind, num_layers, anchors):
-    model = tiny_type(kind).eval()
+def test_unusual_layer_structures_are_calibrated(model_type, num_layers, anchors):
+    model = make_model_of_type(model_type).eval()
     config = calibrate_model(model, ["Nobody knows. So it goes."], 0.8, anchors=anchors)
     assert config.predictor == ("cascade" if anchors else "rows")
     with cab_hf.cab(model), torch.no_grad():
@@ -299,11 +317,11 @@ def test_calibrating_shared_attention_module_raises(anchors):
     with pytest.raises(
         ValueError, match="one attention module per layer, got .*, which serves several"
     ):
-        calibrate_model(tiny_type("zamba").eval(), target_density=0.8, anchors=anchors)
+        calibrate_model(make_model_of_type("zamba").eval(), target_density=0.8, anchors=anchors)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("invalid_arguments", "error_pattern"),
     [
         ({"target_density": 2}, r"target_density must be in \(0, 1\], got 2"),
         ({"documents": 0}, "documents must be a whole number >= 1, got 0"),
@@ -312,7 +330,7 @@ def test_calibrating_shared_attention_module_raises(anchors):
         ({"config": {"coarsen": "minmax"}}, "CabConfig has no field 'coarsen'"),
         ({"config": "none.json"}, "'none.json' is not a file"),
         ({"config": 3}, "config must be a CabConfig, a dict of its fields.*, got 3"),
-        ({"config": CabConfig(**SMALL_BLOCKS, dense_layers=(7,))}, "dense_layers has 7"),
+        ({"config": CabConfig(**SMALL_BLOCKS_FIELDS, dense_layers=(7,))}, "dense_layers has 7"),
         ({"anchors": 0}, "anchors must be a whole number >= 1, got 0"),
         ({"length": 50}, "length must have room for 2 hidden keys per document, got 50"),
         ({"length": 2049}, "length must be at most 2048, the number of positions"),
@@ -324,15 +342,15 @@ def test_calibrating_shared_attention_module_raises(anchors):
             "got 'streaming', which does not select blocks by mass",
         ),
         (
-            {"config": CabConfig(**SMALL_BLOCKS, dense_layers=(0, 1, 2))},
+            {"config": CabConfig(**SMALL_BLOCKS_FIELDS, dense_layers=(0, 1, 2))},
             "must have at least one sparse layer",
         ),
     ],
 )
-def test_invalid_calibrate_arguments_raise(arguments, message):
+def test_invalid_calibrate_arguments_raise(invalid_arguments, error_pattern):
     model = make_model()
-    with pytest.raises(ValueError, match=message):
-        calibrate_model(model, **arguments)
+    with pytest.raises(ValueError, match=error_pattern):
+        calibrate_model(model, **invalid_arguments)
     assert get_attention_settings(model) == ("sdpa", None)
 
 

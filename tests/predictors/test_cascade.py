@@ -8,7 +8,7 @@ from attention_cases import make_block_layout
 from call_cases import compute_gradients
 from marks import mark_slow_except
 from selecting import random_peaked_qk
-from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SMALL_BLOCKS_CONFIG, SPARSE_CONFIG, tiny_model, tokens
 from torch import nn
 from valid_plan import assert_valid_plan
 
@@ -17,12 +17,12 @@ from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
-CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
-CASCADE_WITHOUT_OUTLIERS = replace(CASCADE, outlier_queries=0)
-LENGTH = 205
+CASCADE_CONFIG = replace(SPARSE_CONFIG, predictor="cascade", anchors=(0, 2))
+CASCADE_CONFIG_WITHOUT_OUTLIERS = replace(CASCADE_CONFIG, outlier_queries=0)
+NUM_TOKENS = 205
 
 
-def select_plans_of_layers(config, num_layers=4, length=LENGTH, ranges=None, **shape):
+def select_plans_of_layers(config, num_layers=4, length=NUM_TOKENS, ranges=None, **shape):
     """Return the plans of layers that share state; each layer has its own q and k."""
     predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(num_layers):
@@ -33,7 +33,9 @@ def select_plans_of_layers(config, num_layers=4, length=LENGTH, ranges=None, **s
     return plans
 
 
-@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
+@pytest.mark.parametrize(
+    "config", [CASCADE_CONFIG, CASCADE_CONFIG_WITHOUT_OUTLIERS], ids=["rows", "typical"]
+)
 def test_layers_reuse_the_plan_of_the_previous_anchor(config):
     plans = [plan.to_dense() for plan in select_plans_of_layers(config)]
     assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
@@ -41,12 +43,12 @@ def test_layers_reuse_the_plan_of_the_previous_anchor(config):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "config_fields",
     [{}, {"max_density": 0.4}, {"outlier_queries": 0}],
     ids=["rows", "capped", "typical"],
 )
-def test_all_layers_as_anchors_equal_rows_predictor(fields):
-    rows_config = SPARSE.changed(**fields)
+def test_all_layers_as_anchors_equal_rows_predictor(config_fields):
+    rows_config = SPARSE_CONFIG.changed(**config_fields)
     config = replace(rows_config, predictor="cascade", anchors=(0, 1, 2, 3))
     for actual, expected in zip(
         select_plans_of_layers(config), select_plans_of_layers(rows_config), strict=True
@@ -62,14 +64,14 @@ def test_all_layers_as_anchors_equal_rows_predictor(fields):
 
 
 def test_heads_follow_head_map():
-    head_row = (2, 0, 0, 3)
-    config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, head_row))
+    head_map_row = (2, 0, 0, 3)
+    config = replace(CASCADE_CONFIG, anchors=(0,), head_map=((0,) * 4, head_map_row))
     anchor_plan, mapped_plan = select_plans_of_layers(config, 2)
-    assert torch.equal(mapped_plan.to_dense(), anchor_plan.to_dense()[:, list(head_row)])
+    assert torch.equal(mapped_plan.to_dense(), anchor_plan.to_dense()[:, list(head_map_row)])
 
 
 def test_reused_plan_does_not_read_q_and_k():
-    shared_state, predictor = {}, make_predictor(CASCADE)
+    shared_state, predictor = {}, make_predictor(CASCADE_CONFIG)
     q, k = random_peaked_qk(q_length=64)
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
     anchor_plan = predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
@@ -78,14 +80,16 @@ def test_reused_plan_does_not_read_q_and_k():
     assert torch.equal(anchor_plan.to_dense(), reused_plan.to_dense())
 
 
-@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
+@pytest.mark.parametrize(
+    "config", [CASCADE_CONFIG, CASCADE_CONFIG_WITHOUT_OUTLIERS], ids=["rows", "typical"]
+)
 def test_later_tokens_do_not_change_earlier_rows(config):
     predictor = make_predictor(replace(config, anchors=(0,), dense_tail_blocks=0))
-    call = LayerContext(KeyRanges.causal(1, 150, 150, "cpu"), 0.25, 0)
+    layer_context = LayerContext(KeyRanges.causal(1, 150, 150, "cpu"), 0.25, 0)
     q, k = random_peaked_qk(q_length=150)
-    expected = predictor(q, k, call).to_dense()
+    expected = predictor(q, k, layer_context).to_dense()
     q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
-    actual = predictor(q, k, call).to_dense()
+    actual = predictor(q, k, layer_context).to_dense()
     assert torch.equal(expected[:, :, :3], actual[:, :, :3])
     assert not torch.equal(expected, actual)
 
@@ -96,9 +100,9 @@ def test_padded_rows_and_documents_select_as_single_sequences(layout):
     block_layout = make_block_layout(
         layout, batch=2, length=111, kv_length=111, align=32, device="cpu"
     )
-    predictor = make_predictor(replace(CASCADE, anchors=(0,)))
-    call = LayerContext(block_layout.ranges, 0.25, 0)
-    plan_of_batch = predictor(block_layout.queries(q), block_layout.keys(k), call)
+    predictor = make_predictor(replace(CASCADE_CONFIG, anchors=(0,)))
+    layer_context = LayerContext(block_layout.ranges, 0.25, 0)
+    plan_of_batch = predictor(block_layout.queries(q), block_layout.keys(k), layer_context)
     assert_valid_plan(plan_of_batch)
     # expected: the plan of row 1 alone; if packed, the plan of its last document alone
     document_start = 111 // 3 if layout == "packed" else 0
@@ -118,7 +122,7 @@ def test_padded_rows_and_documents_select_as_single_sequences(layout):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config_fields", "error_pattern"),
     [
         ({"anchors": ()}, r"anchors must be ascending layer indices.*, got \(\)"),
         ({"anchors": (3, 0)}, r"anchors must be ascending.*, got \(3, 0\)"),
@@ -128,13 +132,13 @@ def test_padded_rows_and_documents_select_as_single_sequences(layout):
         ({"head_map": ((0, 1), (0,))}, "head_map must be .*rows of one length"),
     ],
 )
-def test_invalid_cascade_fields_raise(fields, message):
-    with pytest.raises(ValueError, match=message):
-        replace(CASCADE, **fields)
+def test_invalid_cascade_fields_raise(config_fields, error_pattern):
+    with pytest.raises(ValueError, match=error_pattern):
+        replace(CASCADE_CONFIG, **config_fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config_fields", "error_pattern"),
     [
         ({"anchors": (1,)}, "anchors must contain the first sparse layer 0, got"),
         ({"anchors": (0,), "dense_layers": (0,)}, "no layer of dense_layers"),
@@ -148,16 +152,16 @@ def test_invalid_cascade_fields_raise(fields, message):
         ),
     ],
 )
-def test_cascade_fields_that_do_not_fit_the_model_raise(fields, message):
+def test_cascade_fields_that_do_not_fit_the_model_raise(config_fields, error_pattern):
     model = tiny_model()
-    with pytest.raises(ValueError, match=message):
-        cab_hf.apply_cab(model, replace(CASCADE, **fields))
+    with pytest.raises(ValueError, match=error_pattern):
+        cab_hf.apply_cab(model, replace(CASCADE_CONFIG, **config_fields))
         model(tokens(1, 80))
 
 
 def test_layer_without_anchor_plan_raises():
     q, k = random_peaked_qk(q_length=64)
-    ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
+    ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE_CONFIG)
     with pytest.raises(
         ValueError, match="Layer 1 needs the plan of anchor layer 0, which did not run"
     ):
@@ -173,17 +177,17 @@ def test_layer_without_anchor_plan_raises():
         predictor(q[:, :3], k, LayerContext(ranges, 0.25, 1, shared_state))
 
 
-def compute_logits(model, config, ids, **arguments):
+def compute_logits(model, config, ids, **model_arguments):
     """Return the logits of ``model`` inside ``with cab_hf.cab(model, config)``."""
     with cab_hf.cab(model, config), torch.no_grad():
-        return model(ids, **arguments).logits
+        return model(ids, **model_arguments).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])
 def test_full_budget_cascade_equals_dense_attention(family):
     model, ids = tiny_model(family), tokens(2, 150)
     anchors = (0, 2) if family != "qwen3-some-sliding" else (0,)
-    config = replace(FULL, predictor="cascade", anchors=anchors)
+    config = replace(FULL_BUDGET_CONFIG, predictor="cascade", anchors=anchors)
     with torch.no_grad():
         expected = model(ids).logits
     torch.testing.assert_close(compute_logits(model, config, ids), expected, atol=1e-4, rtol=1e-4)
@@ -191,15 +195,17 @@ def test_full_budget_cascade_equals_dense_attention(family):
 
 def test_dense_layer_before_anchor_has_no_plan():
     model, ids = tiny_model(), tokens(1, 200)
-    config = replace(CASCADE, anchors=(1,), dense_layers=(0,), mass_threshold=0.3)
+    config = replace(CASCADE_CONFIG, anchors=(1,), dense_layers=(0,), mass_threshold=0.3)
     with cab_hf.cab(model, config), torch.no_grad():
         model(ids)
-        first_stats, *other_stats = cab_hf.stats(model)
-    assert first_stats["density"] is None
-    assert other_stats[0]["density"] == other_stats[1]["density"] < 1
+        dense_layer_stats, *sparse_layer_stats = cab_hf.stats(model)
+    assert dense_layer_stats["density"] is None
+    assert sparse_layer_stats[0]["density"] == sparse_layer_stats[1]["density"] < 1
 
 
-@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
+@pytest.mark.parametrize(
+    "config", [CASCADE_CONFIG, CASCADE_CONFIG_WITHOUT_OUTLIERS], ids=["rows", "typical"]
+)
 def test_anchors_select_again_for_every_chunk(config):
     """Anchors select blocks for the queries of each chunk, not once per sequence."""
     model, ids = tiny_model(), tokens(1, 256)
@@ -211,7 +217,9 @@ def test_anchors_select_again_for_every_chunk(config):
     torch.testing.assert_close(actual, expected[:, 128:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
+@pytest.mark.parametrize(
+    "config", [CASCADE_CONFIG, CASCADE_CONFIG_WITHOUT_OUTLIERS], ids=["rows", "typical"]
+)
 def test_checkpointed_gradients_are_equal(config):
     ids, model = tokens(1, 200), cab_hf.apply_cab(tiny_model().train(), config)
     expected = compute_gradients(model, ids)
@@ -222,7 +230,7 @@ def test_checkpointed_gradients_are_equal(config):
 
 def test_reentrant_checkpointing_with_several_anchors_raises():
     model, ids = tiny_model().train(), tokens(1, 200)
-    cab_hf.apply_cab(model, replace(CASCADE, anchors=(0, 2)))
+    cab_hf.apply_cab(model, replace(CASCADE_CONFIG, anchors=(0, 2)))
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     loss = model(ids, labels=ids, use_cache=False).loss
@@ -235,7 +243,7 @@ def test_checkpointing_a_layer_called_several_times_raises():
     first_layer, second_layer = model.model.layers[:2]
     model.model.layers = nn.ModuleList([first_layer, second_layer, first_layer, second_layer])
     model.config.num_hidden_layers = 4
-    cab_hf.apply_cab(model, replace(CASCADE, anchors=(0,)))
+    cab_hf.apply_cab(model, replace(CASCADE_CONFIG, anchors=(0,)))
     model(ids, labels=ids, use_cache=False).loss.backward()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(ids, labels=ids, use_cache=False).loss
@@ -244,11 +252,11 @@ def test_checkpointing_a_layer_called_several_times_raises():
 
 
 @pytest.mark.parametrize(
-    "fields", mark_slow_except([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
+    "config_fields", mark_slow_except([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
 )
-def test_cascade_compiles_without_graph_break(fields):
+def test_cascade_compiles_without_graph_break(config_fields):
     model, ids = tiny_model(), tokens(1, 150)
-    config = replace(CASCADE, anchors=(0,), engine="reference", **fields)
+    config = replace(CASCADE_CONFIG, anchors=(0,), engine="reference", **config_fields)
     expected = compute_logits(model, config, ids, use_cache=False)
     torch._dynamo.reset()
     compiled_model = torch.compile(model, fullgraph=True, backend="eager")
@@ -259,13 +267,17 @@ def test_cascade_compiles_without_graph_break(fields):
 
 def test_all_layers_as_anchors_give_logits_of_rows_predictor():
     model, ids = tiny_model(), tokens(2, 300)
-    config = replace(CASCADE, anchors=(0, 1, 2))
-    assert torch.equal(compute_logits(model, config, ids), compute_logits(model, SPARSE, ids))
-    assert not torch.equal(compute_logits(model, CASCADE, ids), compute_logits(model, SPARSE, ids))
+    config = replace(CASCADE_CONFIG, anchors=(0, 1, 2))
+    assert torch.equal(
+        compute_logits(model, config, ids), compute_logits(model, SPARSE_CONFIG, ids)
+    )
+    assert not torch.equal(
+        compute_logits(model, CASCADE_CONFIG, ids), compute_logits(model, SPARSE_CONFIG, ids)
+    )
 
 
 def test_head_map_survives_json(tmp_path):
-    config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)))
+    config = replace(CASCADE_CONFIG, head_map=((0, 1), (1, 0), (0, 0)))
     config.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == config
-    assert CabConfig.from_dict(SMALL.to_dict()).head_map == ()
+    assert CabConfig.from_dict(SMALL_BLOCKS_CONFIG.to_dict()).head_map == ()

@@ -15,7 +15,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
 
-SMALL_BLOCKS = {"query_block": 16, "key_block": 16}
+SMALL_BLOCKS_FIELDS = {"query_block": 16, "key_block": 16}
 # causal affinity of 3 query blocks (rows) and 3 key blocks (columns)
 AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
 CAUSAL_MASK = torch.ones(3, 3, dtype=torch.bool).tril()
@@ -138,7 +138,7 @@ def test_forman_selects_lowest_curvature(curvature, selected_blocks):
     logits = [[2.0, 9, 9, 9], [2, 3, 9, 9], [5, 4, 2, 9], [0, 1, 5, 4]]
     affinity = torch.tensor(logits).tril()
     assert (affinity @ affinity)[3].tolist() == [27, 27, 30, 16]
-    config = CabConfig.published(0.5, curvature, **SMALL_BLOCKS)
+    config = CabConfig.published(0.5, curvature, **SMALL_BLOCKS_FIELDS)
     q, k = make_tokens_with_logits(logits)
     for make_plan in (plan_by_reference, plan_by_kernels):
         plan = make_plan(config, q, k, KeyRanges.causal(1, 64, 64, "cpu"))
@@ -169,11 +169,11 @@ def test_ties_select_lower_index_after_forced_blocks():
 def test_row_bounds_and_num_listed_equal_hand_computed_values():
     # queries are the last 48 of 112 tokens
     ranges = KeyRanges.causal(1, 48, 112, "cpu")
-    bounds = reference.row_bounds(ranges, 32, 16, 1, 3)[:, 0]
-    assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
-    assert bounds[4:].tolist() == [[0, 0], [3, 5]]
+    block_bounds = reference.compute_block_bounds(ranges, 32, 16, 1, 3)[:, 0]
+    assert block_bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
+    assert block_bounds[4:].tolist() == [[0, 0], [3, 5]]
     num_listed = frc.count_listed_blocks(
-        reference.row_bounds(ranges, 32, 16, 1, 3),
+        reference.compute_block_bounds(ranges, 32, 16, 1, 3),
         tail_mask=None,
         is_tail_listed=False,
         sparsity=(0.5,),
@@ -185,7 +185,7 @@ def test_row_bounds_and_num_listed_equal_hand_computed_values():
     tail_mask = torch.tensor([[False, True]])
     for is_tail_listed, num_listed_in_tail in ((True, 7), (False, 0)):
         num_listed_by_head = frc.count_listed_blocks(
-            reference.row_bounds(ranges, 32, 16, 0, 1),
+            reference.compute_block_bounds(ranges, 32, 16, 0, 1),
             tail_mask=tail_mask,
             is_tail_listed=is_tail_listed,
             sparsity=(0.5, 0.0),
@@ -198,7 +198,7 @@ def test_row_bounds_and_num_listed_equal_hand_computed_values():
 @pytest.mark.parametrize("curvature", ["additive", "forman"])
 def test_curvature_changes_selection_unless_redundancy_is_0(curvature):
     q, k, _ = qkv(q_length=500)
-    config = CabConfig.published(0.7, curvature, **SMALL_BLOCKS, redundancy=1.0)
+    config = CabConfig.published(0.7, curvature, **SMALL_BLOCKS_FIELDS, redundancy=1.0)
     selected_by_affinity = plan_by_reference(
         config.changed(curvature="none", redundancy=0.3), q, k
     ).to_dense()
@@ -208,22 +208,22 @@ def test_curvature_changes_selection_unless_redundancy_is_0(curvature):
     )
 
 
-def test_rows_keep_the_share_of_their_head():
+def test_rows_select_the_share_of_their_head():
     q, k, _ = qkv(q_length=640)
     sparsities = (0.0, 0.2, 0.5, 0.75, 0.9, 0.95)
     plan = plan_by_reference(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
     num_selected = plan.to_dense().sum(-1)[0]
     for head, sparsity in enumerate(sparsities):
-        kept_percent = round((1 - sparsity) * 100)
+        selected_percent = round((1 - sparsity) * 100)
         assert num_selected[head].tolist() == [
-            -(-kept_percent * (row + 1) // 100) for row in range(20)
+            -(-selected_percent * (row + 1) // 100) for row in range(20)
         ]
     assert plan_by_reference(CabConfig.published(0.0), q, k).density() == 1
 
 
 def test_later_tokens_change_no_earlier_row():
     q, k, _ = qkv(q_length=320)
-    config = CabConfig.published(0.6, **SMALL_BLOCKS)
+    config = CabConfig.published(0.6, **SMALL_BLOCKS_FIELDS)
     expected = plan_by_reference(config, q, k).to_dense()
     q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
     actual = plan_by_reference(config, q, k).to_dense()
@@ -232,42 +232,50 @@ def test_later_tokens_change_no_earlier_row():
 
 def test_autocast_does_not_change_selection():
     q, k, _ = qkv(q_length=400)
-    expected = plan_by_reference(CabConfig.published(0.7, **SMALL_BLOCKS), q, k).to_dense()
+    expected = plan_by_reference(CabConfig.published(0.7, **SMALL_BLOCKS_FIELDS), q, k).to_dense()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(
-            plan_by_reference(CabConfig.published(0.7, **SMALL_BLOCKS), q, k).to_dense(), expected
+            plan_by_reference(CabConfig.published(0.7, **SMALL_BLOCKS_FIELDS), q, k).to_dense(),
+            expected,
         )
 
 
-@pytest.mark.parametrize("name", ["q", "k"])
-def test_check_finite_error_names_the_tensor(name):
-    tensors = dict(zip("qk", qkv(q_length=64), strict=False))
-    tensors[name][0, 0, 5, 3] = math.nan
-    with pytest.raises(ValueError, match=f"^{name} must be finite, got infinite or NaN"):
-        plan_by_reference(CabConfig.published(check_finite=True), tensors["q"], tensors["k"])
+@pytest.mark.parametrize("tensor_name", ["q", "k"])
+def test_check_finite_error_names_the_tensor(tensor_name):
+    tensor_by_name = dict(zip("qk", qkv(q_length=64), strict=False))
+    tensor_by_name[tensor_name][0, 0, 5, 3] = math.nan
+    with pytest.raises(ValueError, match=f"^{tensor_name} must be finite, got infinite or NaN"):
+        plan_by_reference(
+            CabConfig.published(check_finite=True), tensor_by_name["q"], tensor_by_name["k"]
+        )
 
 
 def test_subclass_of_frc_requires_queries_and_keys():
     predictor = make_predictor(CabConfig.published())
     assert type(predictor) is FrcPredictor
-    call = LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 0.25)
+    layer_context = LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 0.25)
     for config, expected in (
         (predictor.config, ("summaries", "vectors")),
         (CabConfig.published(curvature="none"), ("summaries",)),
     ):
-        assert FrcPredictor(config).required_inputs(call, (4, 2)) == expected
+        assert FrcPredictor(config).required_inputs(layer_context, (4, 2)) == expected
 
-    class Own(FrcPredictor):
+    class FrcSubclass(FrcPredictor):
         pass
 
-    assert Own(predictor.config).required_inputs(call, (4, 2)) == ("queries", "keys")
+    assert FrcSubclass(predictor.config).required_inputs(layer_context, (4, 2)) == (
+        "queries",
+        "keys",
+    )
 
 
-SHAPE = {"q_length": 136, "heads": 2, "kv_heads": 1}
+QK_SHAPE = {"q_length": 136, "heads": 2, "kv_heads": 1}
 CONFIGS = [
-    pytest.param(CabConfig.published(0.7, **SMALL_BLOCKS), id="forman"),
-    pytest.param(CabConfig.published(0.7, "additive", **SMALL_BLOCKS), id="additive"),
-    pytest.param(CabConfig.published(0.7, "none", **SMALL_BLOCKS, dense_tail_blocks=1), id="tail"),
+    pytest.param(CabConfig.published(0.7, **SMALL_BLOCKS_FIELDS), id="forman"),
+    pytest.param(CabConfig.published(0.7, "additive", **SMALL_BLOCKS_FIELDS), id="additive"),
+    pytest.param(
+        CabConfig.published(0.7, "none", **SMALL_BLOCKS_FIELDS, dense_tail_blocks=1), id="tail"
+    ),
     pytest.param(CabConfig.published(0.3, query_block=32, key_block=16, max_density=0.5), id="cap"),
 ]
 
@@ -307,7 +315,7 @@ def test_blocks_with_nonfinite_key_are_marked():
     ],
 )
 def test_kernels_select_blocks_of_reference(config, change_qk, uninitialised_is_nan):
-    q, k = change_qk(*random_peaked_qk(**SHAPE))
+    q, k = change_qk(*random_peaked_qk(**QK_SHAPE))
     ranges = KeyRanges.causal(1, 136, 136, "cpu")
     actual = plan_by_kernels(config, q, k, ranges)
     expected = plan_by_reference(config, q, k, ranges)
@@ -317,7 +325,7 @@ def test_kernels_select_blocks_of_reference(config, change_qk, uninitialised_is_
 
 @pytest.mark.parametrize("shape", [{"q_length": 7}, {"kv_length": 250}, {"batch": 2, "dim": 24}])
 def test_kernels_select_blocks_of_reference_for_every_shape(shape):
-    q, k = random_peaked_qk(**SHAPE | shape)
+    q, k = random_peaked_qk(**QK_SHAPE | shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     actual, expected = (
         make_plan(CONFIGS[0].values[0], q, k, ranges)
@@ -328,9 +336,9 @@ def test_kernels_select_blocks_of_reference_for_every_shape(shape):
 
 @pytest.mark.parametrize("layout", mark_slow_except(["in-place", "padded", "packed", "chunk"], 0))
 def test_kernels_select_blocks_of_reference_in_every_layout(layout):
-    config = CabConfig.published(0.5, **SMALL_BLOCKS, dense_tail_blocks=1)
-    kv_length = {"kv_length": 200} if layout == "chunk" else {}
-    q, k = random_peaked_qk(**SHAPE, batch=2, **kv_length)
+    config = CabConfig.published(0.5, **SMALL_BLOCKS_FIELDS, dense_tail_blocks=1)
+    length_fields = {"kv_length": 200} if layout == "chunk" else {}
+    q, k = random_peaked_qk(**QK_SHAPE, batch=2, **length_fields)
     q, k, ranges = arrange_in_layout(layout, q, k, 16)
     actual, expected = (
         make_plan(config, q, k, ranges) for make_plan in (plan_by_kernels, plan_by_reference)
@@ -340,7 +348,10 @@ def test_kernels_select_blocks_of_reference_in_every_layout(layout):
 
 def test_selection_head_by_head_equals_all_heads(monkeypatch):
     q, k = random_peaked_qk(q_length=90, heads=4, kv_heads=2, batch=2)
-    ranges, config = KeyRanges.causal(2, 90, 90, "cpu"), CabConfig.published(0.7, **SMALL_BLOCKS)
+    ranges, config = (
+        KeyRanges.causal(2, 90, 90, "cpu"),
+        CabConfig.published(0.7, **SMALL_BLOCKS_FIELDS),
+    )
     expected = plan_by_reference(config, q, k, ranges).to_dense()
     monkeypatch.setattr(frc, "MAX_SCORE_BYTES", 1)
     assert torch.equal(plan_by_reference(config, q, k, ranges).to_dense(), expected)
@@ -348,14 +359,14 @@ def test_selection_head_by_head_equals_all_heads(monkeypatch):
 
 
 def test_nan_query_gives_a_valid_plan():
-    q, k = random_peaked_qk(**SHAPE)
+    q, k = random_peaked_qk(**QK_SHAPE)
     q[0, 0, 40] = math.nan
-    # the assertion is in plan_by_kernels, which calls require_valid
+    # `plan_by_kernels` asserts that the plan is valid
     plan_by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
 
 
 def test_list_width_follows_sparsity():
-    q, k = random_peaked_qk(**SHAPE)
+    q, k = random_peaked_qk(**QK_SHAPE)
     for make_plan in (plan_by_reference, plan_by_kernels):
         plan = make_plan(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
         assert (plan.full.width, plan.partial.width) == (4, 2)
@@ -367,12 +378,24 @@ def test_registered_ops_pass_opcheck():
     check_options = {"test_utils": ("test_schema", "test_faketensor")}
     frc_tokens_op = torch.ops.cab_hf.frc_tokens.default
     torch.library.opcheck(frc_tokens_op, (q, ranges.end >= 0, 16, True), **check_options)
-    bounds = reference.row_bounds(ranges, 16, 16, 0, 1)
+    block_bounds = reference.compute_block_bounds(ranges, 16, 16, 0, 1)
     num_listed = frc.count_listed_blocks(
-        bounds, tail_mask=None, is_tail_listed=False, sparsity=(0.5,), max_density=1.0
+        block_bounds, tail_mask=None, is_tail_listed=False, sparsity=(0.5,), max_density=1.0
     )
     num_listed = num_listed.expand(-1, 6, -1).contiguous()
     block_positions = ranges.rows(16).block_positions(16)
     vectors = (frc.find_largest_norm_tokens(x, ranges.end >= 0, 16) for x in (q, k))
-    arguments = *vectors, bounds, num_listed, block_positions, 0.25, 16, 16, "forman", 1.0, 4, 2
-    torch.library.opcheck(torch.ops.cab_hf.frc.default, arguments, **check_options)
+    op_arguments = (
+        *vectors,
+        block_bounds,
+        num_listed,
+        block_positions,
+        0.25,
+        16,
+        16,
+        "forman",
+        1.0,
+        4,
+        2,
+    )
+    torch.library.opcheck(torch.ops.cab_hf.frc.default, op_arguments, **check_options)

@@ -16,7 +16,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor, register_predictor
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"
+EXAMPLE_PATH = Path(__file__).parents[2] / "examples" / "own_predictor.py"
 CONFIGS = [
     pytest.param(CabConfig(32, 16, mass_threshold=0.08, share_threshold=0.5), id="rows"),
     pytest.param(CabConfig(16, 32, mass_threshold=0.08, share_threshold=0.5), id="wide-keys"),
@@ -82,8 +82,8 @@ def test_dense_tail_rows_are_forced(length, num_tail_blocks, tail_rows):
     assert torch.equal(
         ranges.tail(num_tail_blocks * 32, 32)[0].nonzero().flatten(), torch.tensor(tail_rows).long()
     )
-    other_rows = [row for row in range(is_fully_forced.shape[1]) if row not in tail_rows]
-    assert is_fully_forced[0, tail_rows].all() and not is_fully_forced[0, other_rows].any()
+    rows_outside_tail = [row for row in range(is_fully_forced.shape[1]) if row not in tail_rows]
+    assert is_fully_forced[0, tail_rows].all() and not is_fully_forced[0, rows_outside_tail].any()
 
 
 def test_every_document_has_a_dense_tail():
@@ -114,11 +114,15 @@ def test_every_document_has_a_dense_tail():
     ]
 
 
-@pytest.mark.parametrize("name", ["antidiagonal", "oracle", "random", "rows", "streaming"])
-def test_every_predictor_applies_dense_tail(name):
+@pytest.mark.parametrize(
+    "predictor_name", ["antidiagonal", "oracle", "random", "rows", "streaming"]
+)
+def test_every_predictor_applies_dense_tail(predictor_name):
     q, k, _ = qkv(q_length=300)
-    fields = {"mass_threshold": 0.2, "share_threshold": 1.0} if name == "rows" else {}
-    config = CabConfig(query_block=32, key_block=16, predictor=name, **fields)
+    mass_fields = (
+        {"mass_threshold": 0.2, "share_threshold": 1.0} if predictor_name == "rows" else {}
+    )
+    config = CabConfig(query_block=32, key_block=16, predictor=predictor_name, **mass_fields)
     plan = make_predictor(config)(q, k, LayerContext(KeyRanges.causal(1, 300, 300, "cpu"), 0.25))
     tail_mask = plan.token_mask()[:, :, 300 - 32 :]
     assert torch.equal(
@@ -129,21 +133,21 @@ def test_every_predictor_applies_dense_tail(name):
 
 @parametrize_configs
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
-@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
-def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
-    q, k, _ = qkv(batch=2, heads=heads[0], kv_heads=heads[1], q_length=length)
+@pytest.mark.parametrize("head_counts", [(1, 1), (9, 3), (4, 4)], ids=str)
+def test_any_length_and_group_gives_a_valid_plan(config, length, head_counts):
+    q, k, _ = qkv(batch=2, heads=head_counts[0], kv_heads=head_counts[1], q_length=length)
     plan = plan_by_reference(config, q, k)
-    diagonal = torch.arange(length)
-    assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
+    token_indices = torch.arange(length)
+    assert plan.token_mask()[:, :, token_indices, token_indices].all(), "a query must see itself"
 
 
 @parametrize_configs
-def test_full_budget_keeps_every_block(config):
+def test_full_budget_selects_every_block(config):
     q, k, _ = qkv(q_length=205)
-    full_config = change_config(
+    full_budget_config = change_config(
         config, **({"sparsity": 0} if config.predictor == "frc" else {"mass_threshold": 0})
     )
-    assert plan_by_reference(full_config, q, k).density() == 1
+    assert plan_by_reference(full_budget_config, q, k).density() == 1
 
 
 @parametrize_configs
@@ -177,7 +181,7 @@ def test_plans_have_no_gradient():
 
 
 def test_own_predictor_example_runs(capsys):
-    runpy.run_path(str(EXAMPLE))["main"]()
+    runpy.run_path(str(EXAMPLE_PATH))["main"]()
     description, *layer_lines = capsys.readouterr().out.split("\nlayer ")
     assert "predictor loudest" in description and "layers 0-1: sparse" in description
     assert [line.split(":")[1].strip()[:5] for line in layer_lines] == ["0.414", "0.414"]

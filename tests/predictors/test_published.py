@@ -23,7 +23,7 @@ from cab_hf.predictors.published import (
     visualize_frc_statistics,
 )
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "published_classes.py"
+EXAMPLE_PATH = Path(__file__).parents[2] / "examples" / "published_classes.py"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 parametrize_formula = pytest.mark.parametrize("formula", ["forman", "additive"])
 parametrize_causal = pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_block_mask_equals_hand_computed_mask(sparsity, settings, selected_block
 
 
 @pytest.mark.parametrize("keep", ["lowest", "highest"])
-def test_ties_go_to_the_lower_index(keep):
+def test_ties_select_lower_index(keep):
     assert select_blocks([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
 
 
@@ -204,7 +204,7 @@ UNEVEN_CURVATURE = [[0.0] * 5, [0.0] * 5, [0.0] * 5, [0.0] * 5, [-2.0, -1, 1, 2,
 
 
 @pytest.mark.parametrize(
-    ("settings", "last_row"),
+    ("settings", "selected_blocks"),
     [
         pytest.param({"threshold": 1.0}, [0, 4], id="lowest"),
         pytest.param({"threshold": 1.0, "formula": "additive"}, [3, 4], id="highest"),
@@ -216,8 +216,8 @@ UNEVEN_CURVATURE = [[0.0] * 5, [0.0] * 5, [0.0] * 5, [0.0] * 5, [-2.0, -1, 1, 2,
         pytest.param({"threshold": -9.0}, [0, 1, 2, 3, 4], id="everything"),
     ],
 )
-def test_adaptive_row_selects_hand_computed_blocks(settings, last_row):
-    assert select_adaptive_rows(UNEVEN_CURVATURE, **settings)[-1] == last_row
+def test_adaptive_row_selects_hand_computed_blocks(settings, selected_blocks):
+    assert select_adaptive_rows(UNEVEN_CURVATURE, **settings)[-1] == selected_blocks
 
 
 @pytest.mark.parametrize("curvature", [0.0, 0.1, 1234.5])
@@ -266,8 +266,8 @@ def test_histogram_counts_visible_blocks(diagnostics, causal):
 
 def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
     # Python cannot import a module whose entry in sys.modules is None
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
+    for module_name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module_name, None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         visualize_frc_statistics(diagnostics.frc)
 
@@ -295,28 +295,42 @@ def test_sparsity_0_counts_dense_attention(causal):
     assert actual.saving < 1
 
 
-SIX_HEADS = torch.zeros(1, 6, 64, 16)
-FOUR_HEADS, NINE_TOKENS = SIX_HEADS[:, :4], SIX_HEADS[:, :, :9]
-SQUARE_CURVATURE = SIX_HEADS[..., :16, :]
-coarse, adaptive = CoarseCurvaturePredictor, AdaptiveCurvaturePredictor
+SIX_HEADS_TENSOR = torch.zeros(1, 6, 64, 16)
+FOUR_HEADS_TENSOR, NINE_TOKENS_TENSOR = SIX_HEADS_TENSOR[:, :4], SIX_HEADS_TENSOR[:, :, :9]
+SQUARE_CURVATURE = SIX_HEADS_TENSOR[..., :16, :]
 # (function, positional arguments, keyword arguments, pattern of the error message)
 INVALID_CALLS = [
-    (coarsen_qk_max_l2, (SIX_HEADS[0], SIX_HEADS), {}, "shape of q must be "),
-    (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS[0]), {}, "shape of k must be "),
-    (coarsen_qk_max_l2, (SIX_HEADS[:, :, :0], SIX_HEADS), {}, "shape of q must be "),
-    (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS[..., :8]), {}, "shape of k must be "),
-    (coarsen_qk_max_l2, (SIX_HEADS, FOUR_HEADS), {}, "the 4 heads of k, got 6"),
-    (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS, 0), {}, "block_size must .*, got 0"),
-    (compute_block_frc, (SIX_HEADS, NINE_TOKENS), {}, "k_coarse must have .* q_coarse .64., got 9"),
-    (compute_block_frc, (SIX_HEADS, FOUR_HEADS), {}, "the 4 heads of k_coarse, got 6"),
+    (coarsen_qk_max_l2, (SIX_HEADS_TENSOR[0], SIX_HEADS_TENSOR), {}, "shape of q must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS_TENSOR, SIX_HEADS_TENSOR[0]), {}, "shape of k must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS_TENSOR[:, :, :0], SIX_HEADS_TENSOR), {}, "shape of q must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS_TENSOR, SIX_HEADS_TENSOR[..., :8]), {}, "shape of k must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS_TENSOR, FOUR_HEADS_TENSOR), {}, "the 4 heads of k, got 6"),
+    (coarsen_qk_max_l2, (SIX_HEADS_TENSOR, SIX_HEADS_TENSOR, 0), {}, "block_size must .*, got 0"),
     (
         compute_block_frc,
-        (SIX_HEADS, SIX_HEADS),
+        (SIX_HEADS_TENSOR, NINE_TOKENS_TENSOR),
+        {},
+        "k_coarse must have .* q_coarse .64., got 9",
+    ),
+    (
+        compute_block_frc,
+        (SIX_HEADS_TENSOR, FOUR_HEADS_TENSOR),
+        {},
+        "the 4 heads of k_coarse, got 6",
+    ),
+    (
+        compute_block_frc,
+        (SIX_HEADS_TENSOR, SIX_HEADS_TENSOR),
         {"formula": "ollivier"},
         "formula must be 'forman' or 'additive', got 'ollivier'",
     ),
-    (compute_block_frc, (SIX_HEADS, SIX_HEADS), {"redundancy": 2}, "redundancy must .*, got 2"),
-    (generate_block_mask_from_frc, (SIX_HEADS,), {}, "shape of frc must be "),
+    (
+        compute_block_frc,
+        (SIX_HEADS_TENSOR, SIX_HEADS_TENSOR),
+        {"redundancy": 2},
+        "redundancy must .*, got 2",
+    ),
+    (generate_block_mask_from_frc, (SIX_HEADS_TENSOR,), {}, "shape of frc must be "),
     (
         generate_block_mask_from_frc,
         (SQUARE_CURVATURE, 1.0),
@@ -329,24 +343,29 @@ INVALID_CALLS = [
         {"keep": "best"},
         "keep must be 'lowest' or 'highest', got 'best'",
     ),
-    (coarse(), (SIX_HEADS, NINE_TOKENS), {}, "k must have as many tokens as q .64., got 9"),
-    (coarse, (6.4,), {}, "block_size must .*, got 6.4"),
-    (coarse, (), {"sparsity": math.nan}, "sparsity must .*, got nan"),
-    (coarse, (), {"formula": None}, "formula must .*, got None"),
-    (adaptive, (), {"threshold": math.inf}, "threshold must .*, got inf"),
-    (adaptive, (), {"min_keep": 0}, "min_keep must .*, got 0[.]"),
-    (adaptive, (), {"max_keep": 1.5}, "max_keep must .*, got 1.5"),
     (
-        adaptive,
+        CoarseCurvaturePredictor(),
+        (SIX_HEADS_TENSOR, NINE_TOKENS_TENSOR),
+        {},
+        "k must have as many tokens as q .64., got 9",
+    ),
+    (CoarseCurvaturePredictor, (6.4,), {}, "block_size must .*, got 6.4"),
+    (CoarseCurvaturePredictor, (), {"sparsity": math.nan}, "sparsity must .*, got nan"),
+    (CoarseCurvaturePredictor, (), {"formula": None}, "formula must .*, got None"),
+    (AdaptiveCurvaturePredictor, (), {"threshold": math.inf}, "threshold must .*, got inf"),
+    (AdaptiveCurvaturePredictor, (), {"min_keep": 0}, "min_keep must .*, got 0[.]"),
+    (AdaptiveCurvaturePredictor, (), {"max_keep": 1.5}, "max_keep must .*, got 1.5"),
+    (
+        AdaptiveCurvaturePredictor,
         (),
         {"min_keep": 0.5, "max_keep": 0.1},
         "min_keep must be at most max_keep=0.1, got 0.5",
     ),
-    (visualize_frc_statistics, (SIX_HEADS,), {}, "shape of frc must be "),
+    (visualize_frc_statistics, (SIX_HEADS_TENSOR,), {}, "shape of frc must be "),
     (
         visualize_frc_statistics,
         (SQUARE_CURVATURE,),
-        {"triangles": SIX_HEADS},
+        {"triangles": SIX_HEADS_TENSOR},
         "shape of triangles must be ",
     ),
     (estimate_flops, (0, 64), {}, "n must .*, got 0"),
@@ -355,15 +374,19 @@ INVALID_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "arguments", "settings", "message"), INVALID_CALLS)
-def test_invalid_arguments_of_published_classes_raise(call, arguments, settings, message):
-    with pytest.raises(ValueError, match=message):
-        call(*arguments, **settings)
+@pytest.mark.parametrize(
+    ("published_function", "arguments", "settings", "error_pattern"), INVALID_CALLS
+)
+def test_invalid_arguments_of_published_classes_raise(
+    published_function, arguments, settings, error_pattern
+):
+    with pytest.raises(ValueError, match=error_pattern):
+        published_function(*arguments, **settings)
 
 
 def test_published_classes_example_runs(tmp_path, capsys):
     figure_path = tmp_path / "new" / "published.png"
-    runpy.run_path(str(EXAMPLE))["main"](["--out", str(figure_path)])
+    runpy.run_path(str(EXAMPLE_PATH))["main"](["--out", str(figure_path)])
     lines = capsys.readouterr().out.splitlines()
     line_of_formula = {
         line.split(" keeps ")[0].strip(): line for line in lines if " keeps " in line
@@ -385,7 +408,7 @@ def test_coarse_tokens_belong_to_their_block(length):
 
 
 @parametrize_formula
-def test_head_groups_share_keys(formula):
+def test_grouped_kv_heads_equal_repeated_kv_heads(formula):
     q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
     frc_of_kv_heads = compute_block_frc(q, k, formula=formula)
     frc_of_repeated_heads = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)

@@ -12,7 +12,7 @@ from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 
-SMALL = CabConfig(
+SMALL_BLOCKS_CONFIG = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
@@ -24,7 +24,7 @@ def test_torch_compile_selects_the_same_blocks():
 
     def select_lists(q, k, sequence_end):
         ranges_with_end = replace(ranges, sequence_end=sequence_end)
-        plan = RowsPredictor(SMALL)(q, k, LayerContext(ranges_with_end, 0.25))
+        plan = RowsPredictor(SMALL_BLOCKS_CONFIG)(q, k, LayerContext(ranges_with_end, 0.25))
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
     for sequence_end in (None, torch.tensor([[170]], dtype=torch.int32)):
@@ -40,7 +40,7 @@ def test_torch_compile_selects_the_same_blocks():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config_fields", "error_pattern"),
     [
         (
             {"query_block": 48, "outlier_queries": 24},
@@ -54,14 +54,14 @@ def test_torch_compile_selects_the_same_blocks():
     ],
     ids=str,
 )
-def test_invalid_config_of_rows_predictor_raises(fields, message):
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL, **fields)
+def test_invalid_config_of_rows_predictor_raises(config_fields, error_pattern):
+    with pytest.raises(ValueError, match=error_pattern):
+        replace(SMALL_BLOCKS_CONFIG, **config_fields)
 
 
 def test_describe_names_samples_and_thresholds():
     model = tiny_model()
-    cab_hf.apply_cab(model, SMALL)
+    cab_hf.apply_cab(model, SMALL_BLOCKS_CONFIG)
     assert cab_hf.describe(model).startswith(
         "cab: predictor rows (4 outlier queries and 4 typical queries, mass_threshold 0.08, "
         "share_threshold 0.3), blocks 32 x 16"
@@ -71,6 +71,6 @@ def test_describe_names_samples_and_thresholds():
 def test_check_finite_names_the_tensor():
     q, k = random_peaked_qk(q_length=64)
     k[0, 0, 3, 1] = torch.inf
-    predictor = RowsPredictor(replace(SMALL, check_finite=True))
+    predictor = RowsPredictor(replace(SMALL_BLOCKS_CONFIG, check_finite=True))
     with pytest.raises(ValueError, match="k must be finite, got infinite or NaN values"):
         predictor(q, k, LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 1.0))

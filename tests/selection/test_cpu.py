@@ -23,12 +23,17 @@ LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
 MAX_DIFFERING_FRACTION = 1e-3
 
 
-def select_by_reference_and_cpu(q, k, ranges, config, **logits):
+def select_by_reference_and_cpu(q, k, ranges, config, **logit_options):
     """Return selected blocks, bool [B, H, M_q, M_k], by scores of the reference and of `cpu`."""
-    options = ScoreOptions(q.shape[-1] ** -0.5, **logits)
+    score_options = ScoreOptions(q.shape[-1] ** -0.5, **logit_options)
     return [
         reference.select_blocks(
-            q, k, ranges=ranges, config=config, options=options, sampled_scores_fn=sampled_scores_fn
+            q,
+            k,
+            ranges=ranges,
+            config=config,
+            score_options=score_options,
+            sampled_scores_fn=sampled_scores_fn,
         )
         for sampled_scores_fn in (None, cpu.compute_sampled_scores)
     ]
@@ -36,7 +41,7 @@ def select_by_reference_and_cpu(q, k, ranges, config, **logits):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("fields", "logits"),
+    ("config_fields", "logit_options"),
     [
         pytest.param({}, {"channels": (1, 3, 5, 7)}, id="channels"),
         pytest.param({}, {"sinks": torch.linspace(-1, 3, 6)}, id="sinks"),
@@ -46,21 +51,23 @@ def select_by_reference_and_cpu(q, k, ranges, config, **logits):
         pytest.param({"key_block": 32}, {}, id="wide-keys"),
     ],
 )
-def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
+def test_cpu_scores_select_blocks_of_reference(layout, config_fields, logit_options):
     shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
     q, k = random_topic_qk("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
     q, k, ranges = arrange_in_layout(layout, q, k, 32)
-    config = replace(CONFIG, **fields)
-    expected, actual = select_by_reference_and_cpu(q, k, ranges=ranges, config=config, **logits)
+    config = replace(CONFIG, **config_fields)
+    expected, actual = select_by_reference_and_cpu(
+        q, k, ranges=ranges, config=config, **logit_options
+    )
     assert 0.05 < expected.float().mean() < 0.9
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
 @pytest.mark.parametrize(
-    "constant", ["MAX_LOGITS_PER_PRODUCT", "MAX_SAMPLES_PER_GROUP", "MAX_GRAM_ELEMENTS"]
+    "constant_name", ["MAX_LOGITS_PER_PRODUCT", "MAX_SAMPLES_PER_GROUP", "MAX_GRAM_ELEMENTS"]
 )
-def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, constant):
-    monkeypatch.setattr(cpu, constant, 1)
+def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, constant_name):
+    monkeypatch.setattr(cpu, constant_name, 1)
     q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
     expected, actual = select_by_reference_and_cpu(
         q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG

@@ -11,13 +11,13 @@ from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import compact, gather, tiles
 
-SMALL_BLOCKS = CabConfig(
+SMALL_BLOCKS_CONFIG = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
-SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
+QK_SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
 # two query heads and one KV head, for tests that run the kernels twice
-ONE_KV_HEAD = {**SHAPE, "heads": 2, "kv_heads": 1}
+ONE_KV_HEAD_SHAPE = {**QK_SHAPE, "heads": 2, "kv_heads": 1}
 # channels by which outlier queries are scored: the second half of 32 channels
 UPPER_HALF_CHANNELS = tuple(range(16, 32))
 
@@ -32,7 +32,7 @@ def assert_same_lists(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("fields", "shape", "layout", "channels"),
+    ("config_fields", "shape", "layout", "channels"),
     mark_slow_except(
         [
             pytest.param({}, {}, "causal", UPPER_HALF_CHANNELS, id="causal"),
@@ -124,17 +124,17 @@ def assert_same_lists(actual, expected):
     ),
 )
 def test_kernels_give_lists_of_reference_for_every_setting(
-    fields, shape, layout, channels, uninitialised_is_nan
+    config_fields, shape, layout, channels, uninitialised_is_nan
 ):
-    config = replace(SMALL_BLOCKS, **fields)
-    q, k = random_peaked_qk(**{**SHAPE, **shape})
+    config = replace(SMALL_BLOCKS_CONFIG, **config_fields)
+    q, k = random_peaked_qk(**{**QK_SHAPE, **shape})
     q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
     assert_same_lists(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
-    ("fields", "layout", "channels"),
+    ("config_fields", "layout", "channels"),
     mark_slow_except(
         [
             pytest.param({}, "padded", UPPER_HALF_CHANNELS, id="padded"),
@@ -146,10 +146,12 @@ def test_kernels_give_lists_of_reference_for_every_setting(
         0,
     ),
 )
-def test_keys_read_by_pointers_give_lists_of_the_reference(fields, layout, channels, pointer_loads):
-    config = replace(SMALL_BLOCKS, **fields)
+def test_keys_read_by_pointers_give_lists_of_the_reference(
+    config_fields, layout, channels, pointer_loads
+):
+    config = replace(SMALL_BLOCKS_CONFIG, **config_fields)
     q, k, ranges = arrange_in_layout(
-        layout, *random_peaked_qk(**SHAPE, batch=2), config.query_block
+        layout, *random_peaked_qk(**QK_SHAPE, batch=2), config.query_block
     )
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
     assert_same_lists(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
@@ -163,50 +165,55 @@ LOGIT_OPTIONS = {
 
 @pytest.mark.parametrize("logit_options", LOGIT_OPTIONS.values(), ids=LOGIT_OPTIONS)
 def test_sinks_and_softcap_give_lists_of_the_reference(logit_options):
-    q, k = random_peaked_qk(**SHAPE)
+    q, k = random_peaked_qk(**QK_SHAPE)
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
     expected = plan_by_reference(
-        SMALL_BLOCKS, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
+        SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
     )
     actual = rows_plan_by_kernels(
-        SMALL_BLOCKS, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
+        SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
     )
     assert_same_lists(actual, expected)
-    plain_plan = plan_by_reference(SMALL_BLOCKS, q, k, ranges, channels=UPPER_HALF_CHANNELS)
-    assert abs(expected.density() - plain_plan.density()) > 0.02
+    plan_without_logit_options = plan_by_reference(
+        SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS
+    )
+    assert abs(expected.density() - plan_without_logit_options.density()) > 0.02
 
 
 def test_transposed_views_give_the_same_lists():
-    q, k = random_peaked_qk(**ONE_KV_HEAD)
+    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges), expected)
+    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
 
 
 def test_many_chunks_with_small_scratch_give_the_same_lists(monkeypatch):
-    q, k = random_peaked_qk(**ONE_KV_HEAD)
+    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
-    monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(tiles, "MIN_ROWS_FLOAT32", 8)
-    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges), expected)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(tiles, "MIN_SAMPLES_PER_PROGRAM_FLOAT32", 8)
+    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
 
 
 def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
-    q, k = random_peaked_qk(**ONE_KV_HEAD)
-    ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL_BLOCKS, max_density=0.3)
+    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    ranges, config = (
+        KeyRanges.causal(1, 300, 300, "cpu"),
+        replace(SMALL_BLOCKS_CONFIG, max_density=0.3),
+    )
     expected = rows_plan_by_kernels(config, q, k, ranges)
-    monkeypatch.setattr(compact, "SCORE_BYTES", 1)
+    monkeypatch.setattr(compact, "MAX_SCORE_BYTES", 1)
     assert_same_lists(rows_plan_by_kernels(config, q, k, ranges), expected)
 
 
 def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatch):
-    q, k = random_peaked_qk(**ONE_KV_HEAD)
+    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
-    monkeypatch.setattr(compact, "LIST_BYTES", 1)
-    actual = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    monkeypatch.setattr(compact, "MAX_LIST_BYTES", 1)
+    actual = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
     assert_same_lists(actual, expected)
     max_count = (expected.full.counts + expected.partial.counts).max()
     assert actual.full.width == max_count < expected.full.width
@@ -221,46 +228,58 @@ def scale_one_key(k):
 
 def scale_keys_differently(k):
     """Return keys with odd keys scaled by 2^-12, and every third block of 16 keys by 2^-9."""
-    token = torch.arange(k.shape[2])
-    return k * 2.0 ** -(12.0 * (token % 2) + 9.0 * (token // 16 % 3 == 1))[:, None]
+    token_indices = torch.arange(k.shape[2])
+    return k * 2.0 ** -(12.0 * (token_indices % 2) + 9.0 * (token_indices // 16 % 3 == 1))[:, None]
 
 
 def quantize_and_dequantize(k):
     """Return the keys after quantisation to FP8 and dequantisation."""
-    values, exponents = gather.quantize(k, (), tiles.FP8)
-    return values.float()[..., : k.shape[3]] * 2.0**exponents
+    quantized_keys, exponents = gather.quantize(k, (), tiles.FP8)
+    return quantized_keys.float()[..., : k.shape[3]] * 2.0**exponents
 
 
 @pytest.mark.parametrize(
     "change_keys", mark_slow_except([torch.clone, scale_one_key, scale_keys_differently], 0, 2)
 )
 def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change_keys, uninitialised_is_nan):
-    q, k = random_peaked_qk(**SHAPE)
+    q, k = random_peaked_qk(**QK_SHAPE)
     k, ranges = change_keys(k), KeyRanges.causal(1, 300, 300, "cpu")
-    expected = plan_by_reference(SMALL_BLOCKS, q, quantize_and_dequantize(k), ranges).to_dense()
-    actual = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges, dtype=tiles.FP8).to_dense()
+    expected = plan_by_reference(
+        SMALL_BLOCKS_CONFIG, q, quantize_and_dequantize(k), ranges
+    ).to_dense()
+    actual = rows_plan_by_kernels(
+        SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8
+    ).to_dense()
     # allow for 6% differences: the kernels also quantise queries, and the reference does not
     assert (actual != expected).sum() <= 0.06 * expected.sum()
 
 
 @pytest.mark.parametrize("change_keys", mark_slow_except([torch.clone, scale_keys_differently], 1))
-@pytest.mark.parametrize("power", [-20, 13])
-def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(power, change_keys):
-    q, k = random_peaked_qk(**ONE_KV_HEAD)
+@pytest.mark.parametrize("scale_exponent", [-20, 13])
+def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(scale_exponent, change_keys):
+    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, change_keys(k), ranges, dtype=tiles.FP8)
-    q, k = q * 2.0**-power, change_keys(k) * 2.0**power
-    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges, dtype=tiles.FP8), expected)
+    expected = rows_plan_by_kernels(
+        SMALL_BLOCKS_CONFIG, q, change_keys(k), ranges, quantized_dtype=tiles.FP8
+    )
+    q, k = q * 2.0**-scale_exponent, change_keys(k) * 2.0**scale_exponent
+    assert_same_lists(
+        rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8), expected
+    )
 
 
 def test_later_8_bit_key_of_another_magnitude_changes_no_earlier_row():
-    q, k = random_peaked_qk(**ONE_KV_HEAD)
+    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges, config = (
         KeyRanges.causal(1, 300, 300, "cpu"),
-        replace(SMALL_BLOCKS, dense_tail_blocks=0),
+        replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0),
     )
-    before = rows_plan_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
+    selected_before = rows_plan_by_kernels(
+        config, q, k, ranges, quantized_dtype=tiles.FP8
+    ).to_dense()
     k[:, :, 260:] *= 2.0**11
-    after = rows_plan_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
-    assert torch.equal(after[:, :, :8], before[:, :, :8])
-    assert not torch.equal(after[:, :, 8:], before[:, :, 8:])
+    selected_after = rows_plan_by_kernels(
+        config, q, k, ranges, quantized_dtype=tiles.FP8
+    ).to_dense()
+    assert torch.equal(selected_after[:, :, :8], selected_before[:, :, :8])
+    assert not torch.equal(selected_after[:, :, 8:], selected_before[:, :, 8:])

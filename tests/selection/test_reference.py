@@ -15,7 +15,7 @@ from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.selection import reference
 from cab_hf.selection.reference import ScoreOptions
 
-SMALL = CabConfig(
+SMALL_BLOCKS_CONFIG = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
@@ -25,7 +25,7 @@ def compute_head_shares(q, k, config, channels=()):
     """Return (mean_share, max_share), [M_q, M_k] each, of a single head."""
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
     shares = reference.compute_block_shares(
-        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0, channels)
+        q, k, ranges=ranges, config=config, score_options=ScoreOptions(1.0, channels)
     )
     return [share[0, 0] for share in shares]
 
@@ -43,7 +43,7 @@ def test_outliers_have_weight_one_and_typical_queries_the_remaining_weight():
     q[0, 0, [33, 40, 47, 55]] = torch.tensor([0.0, 1.0])
     k = torch.full((1, 1, 64, 2), -40.0)
     k[0, 0, 3], k[0, 0, 20] = torch.tensor([40.0, -40.0]), torch.tensor([-40.0, 40.0])
-    mean_share, max_share = compute_head_shares(q, k, SMALL)
+    mean_share, max_share = compute_head_shares(q, k, SMALL_BLOCKS_CONFIG)
     torch.testing.assert_close(mean_share[1], torch.tensor([31 / 32, 1 / 32, 0.0, 0.0]))
     torch.testing.assert_close(max_share[1], torch.tensor([1.0, 1.0, 0.0, 0.0]))
 
@@ -74,7 +74,7 @@ def test_key_stride_scores_the_middle_key_of_each_stride():
     q = torch.ones(1, 1, 64, 2)
     k = torch.full((1, 1, 64, 2), -20.0)
     k[0, 0, 6], k[0, 0, 21] = 20.0, 20.0
-    config = replace(SMALL, outlier_queries=0, typical_key_stride=4)
+    config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=0, typical_key_stride=4)
     mean_share, max_share = compute_head_shares(q, k, config)
     torch.testing.assert_close(mean_share[1], torch.tensor([1.0, 0.0, 0.0, 0.0]))
     mean_share, max_share = compute_head_shares(q, k, replace(config, typical_key_stride=1))
@@ -87,9 +87,11 @@ def test_sample_without_visible_sampled_key_has_no_weight():
     range_end = torch.arange(32, dtype=torch.int32)[None]
     range_start = (range_end >= 19).int() * 19
     ranges = KeyRanges(range_start, range_end, torch.ones(1, 32, dtype=torch.bool))
-    config = replace(SMALL, outlier_queries=0, typical_queries=32, typical_key_stride=8)
+    config = replace(
+        SMALL_BLOCKS_CONFIG, outlier_queries=0, typical_queries=32, typical_key_stride=8
+    )
     mean_share, _ = reference.compute_block_shares(
-        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0)
+        q, k, ranges=ranges, config=config, score_options=ScoreOptions(1.0)
     )
     # keys 4, 12, 20, 28 are scored: queries 0 to 3 and 19 see none of them
     torch.testing.assert_close(mean_share.sum(), torch.tensor(1.0))
@@ -97,7 +99,7 @@ def test_sample_without_visible_sampled_key_has_no_weight():
 
 def test_sampling_every_query_gives_the_exact_mean_share():
     q, k = random_peaked_qk(q_length=96, heads=1, kv_heads=1)
-    config = replace(SMALL, outlier_queries=0, typical_queries=32)
+    config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=0, typical_queries=32)
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
     shares = logits.unflatten(-1, (6, 16)).amax(-1).softmax(-1)
     expected = shares.unflatten(0, (3, 32)).mean(1)
@@ -106,14 +108,14 @@ def test_sampling_every_query_gives_the_exact_mean_share():
 
 def test_sink_takes_share_from_every_block():
     q, k = random_peaked_qk(q_length=96, heads=2, kv_heads=1)
-    config = replace(SMALL, outlier_queries=0, typical_queries=32)
+    config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=0, typical_queries=32)
     ranges = KeyRanges.causal(1, 96, 96, "cpu")
     mean_share_without_sinks, _ = reference.compute_block_shares(
-        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0)
+        q, k, ranges=ranges, config=config, score_options=ScoreOptions(1.0)
     )
     sinks = torch.tensor([2.0, -torch.inf])
     actual, _ = reference.compute_block_shares(
-        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0, sinks=sinks)
+        q, k, ranges=ranges, config=config, score_options=ScoreOptions(1.0, sinks=sinks)
     )
     torch.testing.assert_close(actual[:, 1], mean_share_without_sinks[:, 1])
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
@@ -124,19 +126,19 @@ def test_sink_takes_share_from_every_block():
 
 def test_channels_apply_to_outliers_only():
     q, k = random_peaked_qk(q_length=96, heads=1, kv_heads=1)
-    without_first_half = k.clone()
-    without_first_half[..., :8] = 0.0
-    typical_config = replace(SMALL, outlier_queries=0)
+    k_without_first_half = k.clone()
+    k_without_first_half[..., :8] = 0.0
+    typical_config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=0)
     assert torch.equal(
         *(
             compute_head_shares(q, k, typical_config, channels)[0]
             for channels in ((), (8, 9, 10, 11))
         )
     )
-    outlier_config = replace(SMALL, outlier_queries=32)
+    outlier_config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=32)
     expected, actual = (
         compute_head_shares(q, keys, outlier_config, tuple(range(8, 16)))[0]
-        for keys in (k, without_first_half)
+        for keys in (k, k_without_first_half)
     )
     # if every query is an outlier, no query is typical, so that channels 0 to 7 have no effect
     torch.testing.assert_close(actual, expected)
@@ -145,9 +147,9 @@ def test_channels_apply_to_outliers_only():
 def test_selection_compares_shares_with_both_thresholds():
     q, k = random_peaked_qk(q_length=640)
     ranges = KeyRanges.causal(1, 640, 640, "cpu")
-    config = replace(SMALL, dense_tail_blocks=0)
+    config = replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0)
     mean_share, max_share = reference.compute_block_shares(
-        q, k, ranges=ranges, config=config, options=ScoreOptions(0.25)
+        q, k, ranges=ranges, config=config, score_options=ScoreOptions(0.25)
     )
     is_visible = block_visibility(ranges, 32, 16)
     is_forced = ops_reference.forced_blocks(is_visible, ranges, config)
@@ -163,7 +165,7 @@ def test_outliers_find_a_key_that_one_query_attends():
     q[..., 490, 0], q[..., 490, 1] = 0.0, 8.0
     k = torch.zeros(1, 1, 512, 8)
     k[..., :96, 0], k[..., 200, 1] = 1.0, 4.0
-    config = replace(SMALL, dense_tail_blocks=0, mass_threshold=0.2)
+    config = replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0, mass_threshold=0.2)
     ranges = KeyRanges.causal(1, 512, 512, "cpu")
     for num_outliers, is_found in ((4, True), (0, False)):
         sampling_config = replace(config, outlier_queries=num_outliers)
@@ -175,7 +177,10 @@ def test_outliers_find_a_key_that_one_query_attends():
 @pytest.mark.parametrize("max_density", [0.2, 0.5])
 def test_max_density_caps_rows_to_best_blocks(max_density):
     q, k = random_peaked_qk(q_length=900)
-    ranges, config = KeyRanges.causal(1, 900, 900, "cpu"), replace(SMALL, dense_tail_blocks=0)
+    ranges, config = (
+        KeyRanges.causal(1, 900, 900, "cpu"),
+        replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0),
+    )
     is_selected_uncapped = plan_by_reference(config, q, k, ranges).to_dense()
     is_selected_capped = plan_by_reference(
         replace(config, max_density=max_density), q, k, ranges
@@ -191,7 +196,7 @@ def test_max_density_caps_rows_to_best_blocks(max_density):
     assert (is_selected_uncapped | ~is_selected_capped).all()
     # every unselected block has a lower score than every selected block
     mean_share, max_share = reference.compute_block_shares(
-        q, k, ranges=ranges, config=config, options=ScoreOptions(0.25)
+        q, k, ranges=ranges, config=config, score_options=ScoreOptions(0.25)
     )
     score = torch.where(max_share >= 0.3, 1 + max_share, mean_share)
     score = score.masked_fill(is_forced, torch.inf)
@@ -204,7 +209,7 @@ def test_max_density_caps_rows_to_best_blocks(max_density):
 
 def test_zero_threshold_with_max_density_fills_every_row():
     q, k = random_peaked_qk(q_length=640)
-    config = replace(SMALL, mass_threshold=0.0, max_density=0.25, dense_tail_blocks=0)
+    config = replace(SMALL_BLOCKS_CONFIG, mass_threshold=0.0, max_density=0.25, dense_tail_blocks=0)
     plan = plan_by_reference(config, q, k, KeyRanges.causal(1, 640, 640, "cpu"))
     num_selected, num_visible = plan.to_dense().sum(-1), 2 * torch.arange(1, 21)
     assert torch.equal(
@@ -216,7 +221,7 @@ def test_zero_threshold_with_max_density_fills_every_row():
 def test_later_tokens_change_no_earlier_row():
     q, k = random_peaked_qk(q_length=256)
     ranges = KeyRanges.causal(1, 256, 256, "cpu")
-    config = replace(SMALL, dense_tail_blocks=0)
+    config = replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0)
     expected = plan_by_reference(config, q, k, ranges).to_dense()[:, :, :4]
     for x in (q, k):
         x[:, :, 128:] = -3 * x[:, :, 128:]
@@ -225,7 +230,7 @@ def test_later_tokens_change_no_earlier_row():
 
 def test_chunks_of_whole_query_blocks_give_the_rows_of_one_call():
     q, k = random_peaked_qk(q_length=320)
-    config = replace(SMALL, dense_tail_blocks=0)
+    config = replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0)
     selected_by_one_call = plan_by_reference(
         config, q, k, KeyRanges.causal(1, 320, 320, "cpu")
     ).to_dense()
@@ -241,10 +246,10 @@ def test_left_padding_gives_the_plan_without_padding():
     layout = make_block_layout("padded", batch=2, length=200, kv_length=200, align=32, device="cpu")
     ranges_without_padding = KeyRanges.causal(1, 160, 160, "cpu")
     expected = plan_by_reference(
-        SMALL, q[:1, :, 40:], k[:1, :, 40:], ranges_without_padding
+        SMALL_BLOCKS_CONFIG, q[:1, :, 40:], k[:1, :, 40:], ranges_without_padding
     ).token_mask()
     actual = plan_by_reference(
-        SMALL, layout.queries(q), layout.keys(k), layout.ranges
+        SMALL_BLOCKS_CONFIG, layout.queries(q), layout.keys(k), layout.ranges
     ).token_mask()[:1]
     is_real_query, is_real_key = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
     assert torch.equal(actual[:, :, is_real_query][..., is_real_key], expected)
@@ -254,27 +259,31 @@ def test_packed_documents_give_the_plans_of_single_documents():
     q, k = random_peaked_qk(q_length=192)
     layout = make_block_layout("packed", batch=1, length=192, kv_length=192, align=32, device="cpu")
     packed_mask = plan_by_reference(
-        SMALL, layout.queries(q), layout.keys(k), layout.ranges
+        SMALL_BLOCKS_CONFIG, layout.queries(q), layout.keys(k), layout.ranges
     ).token_mask()
     is_real_query, is_real_key = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
-    mask = packed_mask[:, :, is_real_query][..., is_real_key]
+    mask_of_real_tokens = packed_mask[:, :, is_real_query][..., is_real_key]
     for start, stop in ((0, 64), (64, 192)):
         document_ranges = KeyRanges.causal(1, stop - start, stop - start, "cpu")
         expected = plan_by_reference(
-            SMALL, q[:, :, start:stop], k[:, :, start:stop], document_ranges
+            SMALL_BLOCKS_CONFIG, q[:, :, start:stop], k[:, :, start:stop], document_ranges
         ).token_mask()
-        assert torch.equal(mask[:, :, start:stop, start:stop], expected)
+        assert torch.equal(mask_of_real_tokens[:, :, start:stop, start:stop], expected)
 
 
 def test_heads_of_a_group_score_the_keys_of_their_kv_head():
     q, k = random_peaked_qk(q_length=160, heads=4, kv_heads=2)
     ranges = KeyRanges.causal(1, 160, 160, "cpu")
     selected_for_all_heads = reference.select_blocks(
-        q, k, ranges=ranges, config=SMALL, options=ScoreOptions(1.0)
+        q, k, ranges=ranges, config=SMALL_BLOCKS_CONFIG, score_options=ScoreOptions(1.0)
     )
     for head in range(4):
         head_q, head_k = q[:, [head]], k[:, [head // 2]]
         selected_for_head = reference.select_blocks(
-            head_q, head_k, ranges=ranges, config=SMALL, options=ScoreOptions(1.0)
+            head_q,
+            head_k,
+            ranges=ranges,
+            config=SMALL_BLOCKS_CONFIG,
+            score_options=ScoreOptions(1.0),
         )
         assert torch.equal(selected_for_all_heads[:, [head]], selected_for_head)

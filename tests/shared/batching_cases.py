@@ -4,15 +4,17 @@ import dataclasses
 
 import torch
 import transformers
-from tiny import FULL, SPARSE, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import cab_hf
 from cab_hf import dispatch
 
-GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
+GREEDY_GENERATION_CONFIG = GenerationConfig(
+    max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2
+)
 BLOCK_TABLE_OPTIONS = {"max_blocks_per_request": 64}  # turns on block tables in decode steps
-LOW_THRESHOLD = dataclasses.replace(SPARSE, mass_threshold=0.08, outlier_queries=0)
+LOW_THRESHOLD_CONFIG = dataclasses.replace(SPARSE_CONFIG, mass_threshold=0.08, outlier_queries=0)
 # arguments of `make_batching_config` by test id
 BATCHING_OPTIONS = {
     "at-once": {},
@@ -21,37 +23,47 @@ BATCHING_OPTIONS = {
     "chunks-pages": {"max_batch_tokens": 96, **BLOCK_TABLE_OPTIONS},
 }
 SHARED_PREFIX = tokens(1, 128, seed=9)[0].tolist()
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 300, 150, 77, 1)]
-PROMPTS += [SHARED_PREFIX + tokens(1, 40 + i, seed=i)[0].tolist() for i in range(3)]
+PROMPTS = [
+    tokens(1, prompt_length, seed=prompt_length)[0].tolist()
+    for prompt_length in (20, 300, 150, 77, 1)
+]
+PROMPTS += [
+    SHARED_PREFIX + tokens(1, 40 + prompt_index, seed=prompt_index)[0].tolist()
+    for prompt_index in range(3)
+]
 
 
-def make_batching_config(**changes):
-    """Return a `ContinuousBatchingConfig` of small sizes, except for the fields ``changes``."""
+def make_batching_config(**changed_fields):
+    """Return a `ContinuousBatchingConfig` of small sizes, except for ``changed_fields``."""
     return ContinuousBatchingConfig(
-        **{"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
+        **{"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changed_fields}
     )
 
 
-def generate_batched(model, prompts=PROMPTS, **changes):
+def generate_batched(model, prompts=PROMPTS, **changed_fields):
     """Generate with continuous batching; return the list of generated tokens of each prompt."""
-    answers = model.generate_batch(prompts, GREEDY, make_batching_config(**changes), warmup=False)
+    answers = model.generate_batch(
+        prompts, GREEDY_GENERATION_CONFIG, make_batching_config(**changed_fields), warmup=False
+    )
     return [answer.generated_tokens for answer in answers.values()]
 
 
 def generate_one_by_one(model, prompts=PROMPTS):
     """Generate for one prompt at a time; return the list of generated tokens of each prompt."""
     return [
-        model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
+        model.generate(torch.tensor([prompt]), generation_config=GREEDY_GENERATION_CONFIG)[
+            0, len(prompt) :
+        ].tolist()
         for prompt in prompts
     ]
 
 
-def apply_config(model, config=FULL):
+def apply_config(model, config=FULL_BUDGET_CONFIG):
     """Apply ``config`` to ``model`` with `apply_cab`, and return the model."""
     return cab_hf.apply_cab(model, config)
 
 
-def attention_implementations(model):
+def list_attention_implementations(model):
     """Return a list of attention implementations: of ``model`` and of the models inside it."""
     modules = [
         module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)
@@ -61,7 +73,7 @@ def attention_implementations(model):
 
 def start_manager(model):
     """Start a continuous batching manager of ``model`` and return the manager."""
-    manager = model.init_continuous_batching(GREEDY, make_batching_config())
+    manager = model.init_continuous_batching(GREEDY_GENERATION_CONFIG, make_batching_config())
     manager.start()
     return manager
 

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.experiment import named
+from cab_hf.eval.experiment import import_experiment
 from cab_hf.eval.speed import timing
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.plan import BlockPlan
 
 ROOT = Path(__file__).parents[2]
 # --standalone chooses a free port, so that several launches can run at the same time
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-# TINY: sizes of a random model. BLOCKS: CabConfig fields with blocks small enough that short
-# prompts have unselected blocks
-TINY_SIZES = {
+TORCHRUN_ARGUMENTS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+# sizes of a random model
+TINY_MODEL_SIZES = {
     "layers": 2,
     "hidden": 24,
     "intermediate": 40,
@@ -27,31 +26,39 @@ TINY_SIZES = {
     "kv_heads": 2,
     "head_dim": 8,
 }
-SMALL_BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
-RESULT_FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
+# values of the option --cab, with blocks small enough that short prompts have unselected blocks
+SMALL_BLOCK_ASSIGNMENTS = (
+    "query_block=32",
+    "key_block=16",
+    "local_blocks=1",
+    "dense_tail_blocks=1",
+)
+RESULT_FILE_NAMES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
 
 
-def run_speed(op, out, words=(), draws_figure=False):
+def run_speed(op, out_folder, command_options=(), should_draw_figure=False):
     """Run ``speed OP`` on the CPU and return its results.json.
 
     Args:
         op: name of the command.
-        out: folder of the results.
-        words: further words of the command line, as a list or tuple.
-        draws_figure: True to draw the figure, which is slow.
+        out_folder: folder of the results.
+        command_options: further options of the command, as a list or tuple.
+        should_draw_figure: True to draw the figure, which is slow.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        if not draws_figure:
-            patch.setattr(named(f"speed {op}"), "draw", lambda *_: None)
-        assert main(["speed", op, "--device", "cpu", "--out", str(out), *words]) == 0
-    return json.loads((out / "results.json").read_text())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not should_draw_figure:
+            monkeypatch.setattr(import_experiment(f"speed {op}"), "draw", lambda *_: None)
+        assert (
+            main(["speed", op, "--device", "cpu", "--out", str(out_folder), *command_options]) == 0
+        )
+    return json.loads((out_folder / "results.json").read_text())
 
 
-def run_torchrun(words):
-    """Run ``torchrun --nproc_per_node=2`` with the list ``words``, and return the process."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+def run_torchrun(program_arguments):
+    """Run ``torchrun --nproc_per_node=2`` with ``program_arguments``; return the process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, *TORCHRUN, *words],
+        [sys.executable, *TORCHRUN_ARGUMENTS, *program_arguments],
         cwd=ROOT,
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -60,10 +67,10 @@ def run_torchrun(words):
     )
 
 
-def read_usage_error(capsys, op, words):
+def read_usage_error(capsys, op, command_options):
     """Return the error message of a ``speed OP`` command that exits with status 2."""
     with pytest.raises(SystemExit) as error_info:
-        main(["speed", op, *words])
+        main(["speed", op, *command_options])
     assert error_info.value.code == 2
     return capsys.readouterr().err
 
@@ -97,7 +104,7 @@ class FakeBench(timing.Bench):
         super().__init__("cpu")
         self.no_graph_reason = no_graph_reason
 
-    def peak(self, call):
+    def measure_peak(self, call):
         return call(), 5.0
 
     def time(self, call, graph=True):
@@ -123,5 +130,7 @@ class DensityBench(Bench):
         super().__init__("cpu")
 
     def time(self, call, graph=True):
-        plans = [x for x in getattr(call, "args", ()) if isinstance(x, BlockPlan)]
+        plans = [
+            argument for argument in getattr(call, "args", ()) if isinstance(argument, BlockPlan)
+        ]
         return Timing(100 * plans[0].density() if plans else 10.0)

@@ -3,7 +3,7 @@
 import torch
 
 # machine epsilon of each dtype
-EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+DTYPE_EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def assert_within_budget(actual, compute, *inputs):
@@ -17,6 +17,7 @@ def assert_within_budget(actual, compute, *inputs):
     assert actual.dtype == plain_out.dtype and actual.shape == plain_out.shape
     error = (actual.double() - exact_out).abs().max()
     allowed_error = 2 * (
-        (plain_out.double() - exact_out).abs().max() + EPS[actual.dtype] * exact_out.abs().max()
+        (plain_out.double() - exact_out).abs().max()
+        + DTYPE_EPS[actual.dtype] * exact_out.abs().max()
     )
     assert error <= allowed_error, f"error {error:.3g}, allowed {allowed_error:.3g}"

@@ -4,22 +4,22 @@ import torch
 from tiny import tokens
 
 
-def packed_position_ids(lengths):
+def make_packed_position_ids(lengths):
     """Return position ids [1, N] of packed documents with these lengths."""
     return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
 
 
-def pad_left(ids, padding):
-    """Return (ids, attention mask) after adding ``padding`` padding tokens on the left."""
-    ids = torch.cat([ids.new_zeros(ids.shape[0], padding), ids], dim=1)
-    return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
+def pad_left(ids, num_padding_tokens):
+    """Return (ids, attention mask) after adding ``num_padding_tokens`` tokens on the left."""
+    ids = torch.cat([ids.new_zeros(ids.shape[0], num_padding_tokens), ids], dim=1)
+    return ids, (torch.arange(ids.shape[1]) >= num_padding_tokens).long().expand(ids.shape[0], -1)
 
 
-def _make_padded_call(padding):
-    """Return an entry of `MODEL_CALLS` in which row 0 has padding at the slice ``padding``."""
+def _make_padded_call(padding_slice):
+    """Return an entry of `MODEL_CALLS` in which row 0 has padding at ``padding_slice``."""
     ids = tokens(2, 150)
     mask = torch.ones_like(ids)
-    mask[0, padding] = 0
+    mask[0, padding_slice] = 0
     return {"input_ids": ids, "attention_mask": mask}, mask.bool()
 
 
@@ -30,7 +30,7 @@ def _make_plain_call(length):
 
 def _make_packed_call():
     """Return an entry of `MODEL_CALLS`: three packed documents in one row."""
-    positions = packed_position_ids((50, 3, 97))
+    positions = make_packed_position_ids((50, 3, 97))
     return {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}, slice(None)
 
 

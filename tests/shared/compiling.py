@@ -32,15 +32,15 @@ from cab_hf.selection.reference import ScoreOptions
 
 # compute capability of an NVIDIA GPU, such as 9.0, or architecture of an AMD GPU, such as gfx942
 CHIP = sys.argv[1]
-NVIDIA = CHIP[0].isdigit()
-LENGTH, HEADS, KV_HEADS = 1024, 4, 2
+IS_NVIDIA = CHIP[0].isdigit()
+SEQUENCE_LENGTH, NUM_HEADS, NUM_KV_HEADS = 1024, 4, 2
 
 
-class NoDevice:
+class AbsentGpuDriver:
     """Triton driver of a GPU that is not present, with the methods that compilation calls."""
 
     def get_current_target(self):
-        if NVIDIA:
+        if IS_NVIDIA:
             return GPUTarget("cuda", int(CHIP.replace(".", "")), 32)
         return GPUTarget("hip", CHIP, 64)
 
@@ -51,33 +51,36 @@ class NoDevice:
         return 0
 
 
-def make_zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
+def make_zeros(dtype, dim, num_queries=SEQUENCE_LENGTH, num_keys=SEQUENCE_LENGTH):
     """Return (q, k, `KeyRanges`): zeros [B, H, N, D] and the ranges of causal attention."""
     q, k = (
-        torch.zeros(1, heads, length, dim, dtype=dtype)
-        for heads, length in ((HEADS, queries), (KV_HEADS, keys))
+        torch.zeros(1, num_heads, length, dim, dtype=dtype)
+        for num_heads, length in ((NUM_HEADS, num_queries), (NUM_KV_HEADS, num_keys))
     )
-    return q, k, KeyRanges.causal(1, queries, keys, "cpu")
+    return q, k, KeyRanges.causal(1, num_queries, num_keys, "cpu")
 
 
-def launch_selection(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
+def launch_selection(
+    config, dtype, dim, launch_sizes=((SEQUENCE_LENGTH, SEQUENCE_LENGTH),), softcap=None
+):
     """Launch the selection kernels of predictor "rows" and the kernel that counts pairs.
 
-    ``lengths`` lists (number of queries, number of keys). With ``softcap``, heads also have sinks.
+    ``launch_sizes`` lists (number of queries, number of keys) of each launch. With ``softcap``,
+    heads also have sinks.
     """
-    logits = {"sinks": torch.zeros(HEADS) if softcap else None, "softcap": softcap}
+    logit_options = {"sinks": torch.zeros(NUM_HEADS) if softcap else None, "softcap": softcap}
     channels = llama_channels(dim)
-    options = ScoreOptions(1.0, channels, **logits)
-    for num_queries, num_keys in lengths:
+    score_options = ScoreOptions(1.0, channels, **logit_options)
+    for num_queries, num_keys in launch_sizes:
         q, k, ranges = make_zeros(dtype, dim, num_queries, num_keys)
-        values, exponents = api._quantize_on_gpu(k, channels)
-        keys = QuantizedKeys(values, exponents)
-        full, partial = api._select_by_kernels(
-            q, keys, ranges=ranges, config=config, options=options
+        quantized_values, key_scale_exponents = api._quantize_on_gpu(k, channels)
+        quantized_keys = QuantizedKeys(quantized_values, key_scale_exponents)
+        full_blocks, partial_blocks = api._select_by_kernels(
+            q, quantized_keys, ranges=ranges, config=config, score_options=score_options
         )
     plan = BlockPlan(
-        full=full,
-        partial=partial,
+        full=full_blocks,
+        partial=partial_blocks,
         ranges=ranges,
         query_block=config.query_block,
         key_block=config.key_block,
@@ -87,10 +90,10 @@ def launch_selection(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=No
     pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
 
 
-def launch_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
-    """Launch the kernels of predictor "frc"; ``lengths`` lists (queries, keys) of each launch."""
+def launch_frc(config, dtype, dim, launch_sizes=((SEQUENCE_LENGTH, SEQUENCE_LENGTH),)):
+    """Launch the kernels of predictor "frc"; ``launch_sizes`` as in `launch_selection`."""
     frc.has_kernels = lambda x: True
-    for num_queries, num_keys in lengths:
+    for num_queries, num_keys in launch_sizes:
         q, k, ranges = make_zeros(dtype, dim, num_queries, num_keys)
         frc.FrcPredictor(config)(q, k, LayerContext(ranges, 1.0, 0))
 
@@ -99,21 +102,21 @@ def launch_decode(config, dtype, dim):
     """Launch the kernels of a sparse and of a dense decode step, without and with sinks."""
     q, k, ranges = make_zeros(dtype, dim)
     channels, q = llama_channels(dim), q[:, :, :1]
-    index = kernels.index_keys(k, channels)
-    length, num_selected = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
-    fields = {"scale": 1.0, "length": length, "num_keys": num_selected, "channels": channels}
-    choice = kernels.choose(q, index, padding_mask=ranges.key_valid, **fields)
-    kernels.attend(q, k, k, choice, scale=1.0, length=length, padding_mask=ranges.key_valid)
-    kernels.attend(q, k, k, choice.for_layer(k.device), scale=1.0)
-    sinks = torch.zeros(HEADS)
-    kernels.choose(q, index, sinks=sinks, **fields)
-    kernels.attend(q, k, k, choice.for_layer(k.device), scale=1.0, sinks=sinks)
+    key_index = kernels.index_keys(k, channels)
+    length, num_keys = torch.tensor([SEQUENCE_LENGTH]), torch.tensor([128], dtype=torch.int32)
+    choose_arguments = {"scale": 1.0, "length": length, "num_keys": num_keys, "channels": channels}
+    selected_keys = kernels.choose(q, key_index, padding_mask=ranges.key_valid, **choose_arguments)
+    kernels.attend(q, k, k, selected_keys, scale=1.0, length=length, padding_mask=ranges.key_valid)
+    kernels.attend(q, k, k, selected_keys.for_layer(k.device), scale=1.0)
+    sinks = torch.zeros(NUM_HEADS)
+    kernels.choose(q, key_index, sinks=sinks, **choose_arguments)
+    kernels.attend(q, k, k, selected_keys.for_layer(k.device), scale=1.0, sinks=sinks)
 
 
 def launch_attention(config, dtype, dim, softcap=None):
     """Launch block attention, its backward pass, and the kernels that merge and mask outputs."""
     q, k, ranges = make_zeros(dtype, dim)
-    plan = BlockPlan.causal(ranges, HEADS, config.query_block, config.key_block)
+    plan = BlockPlan.causal(ranges, NUM_HEADS, config.query_block, config.key_block)
     plan_arguments = block.op_arguments(plan, 1.0, softcap)
     out, lse = block.forward_op(q, k, k, **plan_arguments)
     block.backward_op(
@@ -126,16 +129,16 @@ def launch_attention(config, dtype, dim, softcap=None):
         lse=lse,
         **plan_arguments,
     )
-    query = torch.arange(128)[None]
+    query_indices = torch.arange(128)[None]
     merge.write_merged(
         out=q,
         lse=lse,
         part_outs=q[:, :, :256],
         part_lses=lse[:, :, :256],
-        query=query,
-        is_real=query >= 0,
+        query_indices=query_indices,
+        is_real_query=query_indices >= 0,
     )
-    merge.share_with_sinks(out, lse, torch.zeros(HEADS))
+    merge.share_with_sinks(out, lse, torch.zeros(NUM_HEADS))
     flash._blank_padding_queries(out, lse, ranges.end)
 
 
@@ -145,7 +148,7 @@ def record_compilations():
     Returns:
         {kernel name: {hash: compiled kernel}}, to which each launch adds its kernel.
     """
-    driver.set_active(NoDevice())
+    driver.set_active(AbsentGpuDriver())
     original_run, compiled_kernels = jit.JITFunction.run, {}
 
     def compile_only(self, *args, grid, warmup=False, **kwargs):
@@ -157,26 +160,32 @@ def record_compilations():
     return compiled_kernels
 
 
-def stack_bytes(kernel):
+def read_stack_bytes(kernel):
     """Return the stack of a compiled kernel in bytes per thread, to which registers are spilled."""
-    if not NVIDIA:
+    if not IS_NVIDIA:
         return int(re.search(r"private_segment_fixed_size: *(\d+)", kernel.asm["amdgcn"])[1])
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin_file:
+        cubin_file.write(kernel.asm["cubin"])
+        cubin_file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin_file.name]
+        usage_report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage_report)[1])
 
 
 if __name__ == "__main__":
     kernels_by_name = record_compilations()
-    for function, settings, dtype, *arguments in json.loads(sys.argv[2]):
-        globals()[function](CabConfig(**settings), getattr(torch, dtype), *arguments)
+    for launch_function, config_fields, dtype, *launch_arguments in json.loads(sys.argv[2]):
+        globals()[launch_function](
+            CabConfig(**config_fields), getattr(torch, dtype), *launch_arguments
+        )
     # by kernel name: (number of compilations, largest shared memory, largest stack), in bytes
-    result = {}
-    for name, by_hash in kernels_by_name.items():
-        compiled_kernels = by_hash.values()
-        shared = max(kernel.metadata.shared for kernel in compiled_kernels)
-        result[name] = (len(compiled_kernels), shared, max(map(stack_bytes, compiled_kernels)))
-    print(json.dumps(result))
+    usage_by_kernel = {}
+    for kernel_name, kernels_by_hash in kernels_by_name.items():
+        compiled_kernels = kernels_by_hash.values()
+        max_shared_bytes = max(kernel.metadata.shared for kernel in compiled_kernels)
+        usage_by_kernel[kernel_name] = (
+            len(compiled_kernels),
+            max_shared_bytes,
+            max(map(read_stack_bytes, compiled_kernels)),
+        )
+    print(json.dumps(usage_by_kernel))

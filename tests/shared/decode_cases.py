@@ -40,28 +40,28 @@ def make_step(case, dtype=torch.float32, device="cpu", batch=2):
     """Return (q, k, v, arguments) of a decode step for one of `STEP_CASES`.
 
     The last element is the tuple (scale, length, num_keys, channels, padding_mask, sinks) of
-    arguments of ``choose``.
+    arguments of `kernels.choose`.
     """
-    heads, kv_heads, num_slots, num_written, dim, value_dim, num_selected, options = case
+    heads, kv_heads, num_slots, num_written, dim, value_dim, num_selected, case_options = case
     generator = torch.Generator().manual_seed(0)
 
-    def noise(num_heads, length, channels):
-        return torch.randn(batch, num_heads, length, channels, generator=generator)
+    def draw_noise(num_heads, length, num_channels):
+        return torch.randn(batch, num_heads, length, num_channels, generator=generator)
 
-    q = 2 * noise(heads, 1, dim)
-    k, v = noise(kv_heads, num_slots, dim), noise(kv_heads, num_slots, value_dim)
+    q = 2 * draw_noise(heads, 1, dim)
+    k, v = draw_noise(kv_heads, num_slots, dim), draw_noise(kv_heads, num_slots, value_dim)
     # shift keys along the mean query of their group, which adds a constant to all logits of a head
-    k = k + options.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
+    k = k + case_options.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
     padding_mask = None
-    if "padding" in options:
+    if "padding" in case_options:
         padding_mask = torch.ones(batch, num_written, dtype=torch.bool, device=device)
-        padding_mask[0, : options["padding"]] = False
-    channels = options.get("channels", llama_channels(dim))
+        padding_mask[0, : case_options["padding"]] = False
+    channels = case_options.get("channels", llama_channels(dim))
     num_selected = num_selected if isinstance(num_selected, tuple) else (num_selected,)
     length = torch.tensor([num_written], device=device)
     num_selected = torch.tensor(num_selected, dtype=torch.int32, device=device)
-    sinks = torch.tensor(options["sinks"], device=device) if "sinks" in options else None
+    sinks = torch.tensor(case_options["sinks"], device=device) if "sinks" in case_options else None
     return q, k, v, (dim**-0.5, length, num_selected, channels, padding_mask, sinks)
 
 
@@ -70,27 +70,34 @@ def assert_step_equals_reference(case, dtype=torch.float32, device="cpu"):
     q, k, v, (scale, length, num_selected, channels, padding_mask, sinks) = make_step(
         case, dtype, device
     )
-    index, expected_index = (ops.index_keys(k, channels) for ops in (kernels, reference))
-    for actual, expected in zip(index, expected_index, strict=True):
-        assert torch.equal(actual, expected)
-    fields = {"length": length, "padding_mask": padding_mask, "sinks": sinks}
-    choice, expected = (
-        ops.choose(q, index, scale, num_keys=num_selected, channels=channels, **fields)
-        for ops in (kernels, reference)
+    key_index, expected_key_index = (
+        implementation.index_keys(k, channels) for implementation in (kernels, reference)
     )
-    scores = reference.score_keys(q, index, scale, channels=channels, **fields)
-    _, steps, sampled, always = scores
-    limit = reference.last_read_level(steps, sampled, always, length=length, num_keys=num_selected)
+    for actual, expected in zip(key_index, expected_key_index, strict=True):
+        assert torch.equal(actual, expected)
+    cache_arguments = {"length": length, "padding_mask": padding_mask, "sinks": sinks}
+    choice, expected = (
+        implementation.choose(
+            q, key_index, scale, num_keys=num_selected, channels=channels, **cache_arguments
+        )
+        for implementation in (kernels, reference)
+    )
+    scored_keys = reference.score_keys(q, key_index, scale, channels=channels, **cache_arguments)
+    _, levels, is_sampled, is_always_read = scored_keys
+    last_level = reference.find_last_read_level(
+        levels, is_sampled, is_always_read, length=length, num_keys=num_selected
+    )
     is_selected = choice.to_mask()
     assert torch.equal(is_selected.sum(-1), choice.counts)
     # kernels sum in another order, which may change the rounded attention weights by one step
-    assert ((is_selected == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
+    assert ((is_selected == (levels <= last_level)) | ((levels - last_level).abs() <= 2)).all()
     assert (is_selected == expected.to_mask()).float().mean() > 0.999
-    torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
+    torch.testing.assert_close(choice.unread_logit, expected.unread_logit, rtol=1e-2, atol=0.1)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for selected in (choice, choice.for_layer(q.device)):
+    for layer_choice in (choice, choice.for_layer(q.device)):
         out, expected_out = (
-            ops.attend(q, k, v, selected, scale=scale, **fields) for ops in (kernels, reference)
+            implementation.attend(q, k, v, layer_choice, scale=scale, **cache_arguments)
+            for implementation in (kernels, reference)
         )
         torch.testing.assert_close(out, expected_out, rtol=tolerance, atol=tolerance)
 
@@ -105,7 +112,7 @@ def make_step_masks(device="cpu"):
         "q_offset": q_offset,
         "details": MaskDetails(cache_length=300),
     }
-    cases = {
+    mask_fields_by_name = {
         "static": static_fields,
         "static-padding": {**static_fields, "padding_mask": padding_mask},
         "static-window": {**static_fields, "window": 40},
@@ -119,7 +126,9 @@ def make_step_masks(device="cpu"):
             "window": 250,
         },
     }
-    return {name: MaskInfo(2, 1, **fields) for name, fields in cases.items()}
+    return {
+        name: MaskInfo(2, 1, **mask_fields) for name, mask_fields in mask_fields_by_name.items()
+    }
 
 
 def assert_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
@@ -128,7 +137,15 @@ def assert_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device
     config = CabConfig()
     work = Workload.of(q, k, v, block_sizes(config))
     call = Call(
-        q=q, k=k, v=v, scale=0.2, layer=None, config=config, sparse=False, work=work, mask=mask
+        q=q,
+        k=k,
+        v=v,
+        scale=0.2,
+        layer=None,
+        config=config,
+        is_sparse=False,
+        workload=work,
+        mask=mask,
     )
     actual = dense_masked(call)
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)

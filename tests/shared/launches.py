@@ -42,15 +42,15 @@ def step_with_error(run, step, stop_request):
 
 def write_nan(model):
     # called in one process after gradients were averaged
-    parameter = next(each for each in model.parameters() if each.requires_grad)
+    parameter = next(weight for weight in model.parameters() if weight.requires_grad)
     parameter.grad[0, 0] = float("nan")
     return float("nan")
 
 train.Run._run_step = step_with_error
-build, open_data = train.build_model, train.open_data
+original_build, original_open_data = train.build_model, train.open_data
 
 def build_with_error(settings, device):
-    model, tokenizer = build(settings, device)
+    model, tokenizer = original_build(settings, device)
     if settings.out.endswith("spoilt-weights") and rank == 1:
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
     return model, tokenizer
@@ -58,68 +58,77 @@ def build_with_error(settings, device):
 def open_other_data(settings, **kwargs):
     if "spoilt-source" in settings.out and rank == 1:
         # rank 1 reads another file with the same name
-        fields = {name: getattr(settings, name) for name in ("data", "validation")}
-        moved = {name: [each.replace("/0/", "/1/") for each in x] for name, x in fields.items()}
-        settings = replace(settings, **moved)
-    return open_data(settings=settings, **kwargs)
+        other_sources = {
+            setting: [source.replace("/0/", "/1/") for source in getattr(settings, setting)]
+            for setting in ("data", "validation")
+        }
+        settings = replace(settings, **other_sources)
+    return original_open_data(settings=settings, **kwargs)
 
 train.build_model, train.open_data = build_with_error, open_other_data
 # keep the process group for the next run
 train.Accelerator.end_training = lambda self: None
-for words in sys.argv[1].split(" / "):
-    status = lora.main(words.split())
+for command in sys.argv[1].split(" / "):
+    status = lora.main(command.split())
     # a file per rank, because printed text of two processes gets mixed
     with open(f"{sys.argv[0]}.{rank}", "a") as file:
         file.write(str(status))
-    if status and "spoilt" not in words:
+    if status and "spoilt" not in command:
         raise SystemExit(status)
 """
 
 
-def run_process(words):
+def run_process(command_line):
     """Run a command and return the finished process.
 
-    ``words`` start with "python", or with "accelerate" and "launch".
+    ``command_line`` is a list that starts with "python", or with "accelerate" and "launch".
     """
-    module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
-    command = [sys.executable, *module, *words[2 if module else 1 :]]
+    launcher_arguments = (
+        ["-m", "accelerate.commands.launch"] if command_line[0] == "accelerate" else []
+    )
+    command = [sys.executable, *launcher_arguments, *command_line[2 if launcher_arguments else 1 :]]
     # run as users do, without Triton's interpreter, which is slow
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
-def read_losses(out):
-    """Return a list of (kind, step, loss) of all log records of the run in folder ``out``."""
-    _, records = read_log(out / train.LOG_FILE)
+def read_losses(run_folder):
+    """Return a list of (kind, step, loss) of all log records of the run in ``run_folder``."""
+    _, records = read_log(run_folder / train.LOG_FILE)
     return [
         (record["kind"], record["step"], record.get("loss", record.get("held_out_loss")))
         for record in records
     ]
 
 
-def read_step_field(out, field):
-    """Return a list with the field ``field`` of all step records in the log of a run."""
-    _, records = read_log(out / train.LOG_FILE)
-    return [record[field] for record in records if record["kind"] == "step"]
+def read_step_field(run_folder, field_name):
+    """Return a list with field ``field_name`` of all step records in the log of a run."""
+    _, records = read_log(run_folder / train.LOG_FILE)
+    return [record[field_name] for record in records if record["kind"] == "step"]
 
 
-def load_saved_weights(out):
+def load_saved_weights(run_folder):
     """Return the saved tensors of a run by name: of its adapter, or of its model."""
-    (weights_file,) = [*out.glob("adapter/*.safetensors"), *out.glob("model/*.safetensors")]
+    (weights_file,) = [
+        *run_folder.glob("adapter/*.safetensors"),
+        *run_folder.glob("model/*.safetensors"),
+    ]
     return load_file(weights_file)
 
 
-def assert_same_tensors(weights, expected):
+def assert_same_tensors(actual, expected):
     """Assert that two dicts of tensors are bit-identical."""
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in weights.items())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in actual.items())
 
 
-def assert_same_run(first_run, second_run):
+def assert_same_run(first_run_folder, second_run_folder):
     """Assert that losses, gradient norms, densities and weights of two runs are bit-identical."""
-    assert read_losses(first_run) == read_losses(second_run)
-    for field in ("grad_norm", "density"):
-        assert read_step_field(first_run, field) == read_step_field(second_run, field)
-    assert_same_tensors(load_saved_weights(first_run), load_saved_weights(second_run))
+    assert read_losses(first_run_folder) == read_losses(second_run_folder)
+    for field_name in ("grad_norm", "density"):
+        assert read_step_field(first_run_folder, field_name) == read_step_field(
+            second_run_folder, field_name
+        )
+    assert_same_tensors(load_saved_weights(first_run_folder), load_saved_weights(second_run_folder))

@@ -15,30 +15,30 @@ PRELOADED_MODULES = [
     "cab_hf.distributed",
     "transformers.generation.utils",
     *(
-        f"transformers.models.{name}.modeling_{name}"
-        for name in ("llama", "mistral", "mixtral", "qwen3")
+        f"transformers.models.{model_type}.modeling_{model_type}"
+        for model_type in ("llama", "mistral", "mixtral", "qwen3")
     ),
     "transformers.models.smollm3.modeling_smollm3",
 ]
 # seconds until a call fails the test
-CALL_TIMEOUT = 120
+CALL_TIMEOUT_SECONDS = 120
 
 
 class Ranks:
     """Pool of ``num_ranks`` processes. A group of W ranks consists of the first W processes.
 
-    ``folder`` is the folder of the group's file store, and ``timeout`` the timeout of collectives
-    in seconds.
+    ``store_folder`` is the folder of the group's file store, and ``timeout`` the timeout of
+    collectives in seconds.
     """
 
-    def __init__(self, num_ranks, folder, timeout=60):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED_MODULES)
+    def __init__(self, num_ranks, store_folder, timeout=60):
+        fork_context = multiprocessing.get_context("forkserver")
+        fork_context.set_forkserver_preload(PRELOADED_MODULES)
         self.pipes, self.processes = [], []
         for rank in range(num_ranks):
-            parent_end, child_end = context.Pipe()
-            arguments = rank, num_ranks, f"file://{folder}/store", timeout, child_end
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            parent_end, child_end = fork_context.Pipe()
+            process_arguments = rank, num_ranks, f"file://{store_folder}/store", timeout, child_end
+            process = fork_context.Process(target=_serve_calls, args=process_arguments, daemon=True)
             process.start()
             child_end.close()
             self.pipes.append(parent_end)
@@ -50,13 +50,13 @@ class Ranks:
         Raises:
             AssertionError: a rank raised an error. The message is the traceback of the rank.
         """
-        results = self.outcomes(world_size, function, *arguments)
+        results = self.collect_outcomes(world_size, function, *arguments)
         failures = [result for result in results if isinstance(result, Failure)]
         if failures:
-            raise AssertionError(failures[0].text)
+            raise AssertionError(failures[0].traceback)
         return results
 
-    def outcomes(self, world_size, function, *arguments):
+    def collect_outcomes(self, world_size, function, *arguments):
         """Call a function as `run` does, and return a list with an element for each rank.
 
         The element is the result, a `Failure` if the rank raised an error, or None if it died.
@@ -69,7 +69,7 @@ class Ranks:
     def _receive_result(self, pipe):
         """Return the next result of a process, or None if the process died."""
         try:
-            assert pipe.poll(CALL_TIMEOUT), "a rank hangs"
+            assert pipe.poll(CALL_TIMEOUT_SECONDS), "a rank hangs"
             return pipe.recv()
         except (EOFError, ConnectionResetError):
             return None
@@ -85,22 +85,27 @@ class Ranks:
 
 
 class Failure:
-    """The error of a rank: name of its type, message, and traceback."""
+    """The error of a rank: name of the error type, message, and traceback."""
 
     def __init__(self, error):
-        self.kind, self.sentence = type(error).__name__, str(error)
-        self.text = "".join(traceback.format_exception(error))
+        self.error_type, self.message = type(error).__name__, str(error)
+        self.traceback = "".join(traceback.format_exception(error))
 
 
-def _serve(rank, num_ranks, store, timeout, pipe):
+def _serve_calls(rank, num_ranks, store_url, timeout, pipe):
     """Join all groups as ``rank``, and call the functions that ``pipe`` receives until None."""
     torch.set_num_threads(1)
     timeout_delta = timedelta(seconds=timeout)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout_delta
+        "gloo", init_method=store_url, rank=rank, world_size=num_ranks, timeout=timeout_delta
     )
-    world_sizes = [world for world in (1, 2, 4, 8) if world <= num_ranks] + [num_ranks]
-    groups = {world: dist.new_group(range(world), timeout=timeout_delta) for world in world_sizes}
+    group_sizes = [group_size for group_size in (1, 2, 4, 8) if group_size <= num_ranks] + [
+        num_ranks
+    ]
+    groups = {
+        group_size: dist.new_group(range(group_size), timeout=timeout_delta)
+        for group_size in group_sizes
+    }
     while (call_message := pipe.recv()) is not None:
         world_size, function, arguments = call_message
         torch.manual_seed(0)

@@ -35,30 +35,32 @@ def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
     """Return the plan of the predictor in ``config`` by its kernels, in Triton's interpreter."""
     if config.predictor == "rows":
         return rows_plan_by_kernels(config, q, k, ranges, scale=scale, channels=channels)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frc, "has_kernels", lambda x: True)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(frc, "has_kernels", lambda x: True)
         return plan_by_reference(config, q, k, ranges, scale=scale)
 
 
 def rows_plan_by_kernels(
-    config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logit_options
+    config, q, k, ranges, scale=0.25, channels=(), quantized_dtype=None, **logit_options
 ):
     """Return the plan of `RowsPredictor` by kernels in Triton's interpreter.
 
     Args:
         config, q, k, scale, channels: as in `plan_by_reference`.
         ranges: `KeyRanges` of the queries.
-        dtype: dtype of the quantized keys; None: the dtype of k.
+        quantized_dtype: dtype of the quantized keys; None: the dtype of k.
         logit_options: values for the fields ``sinks`` and ``softcap`` of `ScoreOptions`.
     """
-    values, exponents = gather.quantize(k, channels, dtype or k.dtype)
-    keys = QuantizedKeys(values, exponents)
-    options = ScoreOptions(scale, channels, **logit_options)
-    full, partial = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
+    quantized_values, key_scale_exponents = gather.quantize(k, channels, quantized_dtype or k.dtype)
+    quantized_keys = QuantizedKeys(quantized_values, key_scale_exponents)
+    score_options = ScoreOptions(scale, channels, **logit_options)
+    full_blocks, partial_blocks = api._select_by_kernels(
+        q, quantized_keys, ranges=ranges, config=config, score_options=score_options
+    )
     query_block, key_block = block_sizes(config)
     plan = BlockPlan(
-        full=full,
-        partial=partial,
+        full=full_blocks,
+        partial=partial_blocks,
         ranges=ranges,
         query_block=query_block,
         key_block=key_block,
@@ -68,12 +70,12 @@ def rows_plan_by_kernels(
     return plan
 
 
-def random_peaked_qk(**shape):
+def random_peaked_qk(**input_sizes):
     """Return normal q and k times 2, so that attention is neither uniform nor on one block only.
 
-    ``shape`` has arguments of `tiny.qkv`.
+    ``input_sizes`` has arguments of `tiny.qkv`.
     """
-    q, k, _ = qkv(**shape)
+    q, k, _ = qkv(**input_sizes)
     return 2 * q, 2 * k
 
 
@@ -108,18 +110,18 @@ def random_topic_qk(
     kv_heads=2,
     dim=128,
     dtype=torch.bfloat16,
-    topics=32,
+    num_topics=32,
 ):
     """Return random q and k, [B, H, N, D] with the strides of [B, N, H, D].
 
-    Runs of 300 tokens are similar, as in real text: a random one of ``topics`` vectors is added to
-    all tokens of a run.
+    Runs of 300 tokens are similar, as in real text: a random one of ``num_topics`` vectors is added
+    to all tokens of a run.
     """
     generator = torch.Generator(device).manual_seed(0)
     tensor_options = {"device": device, "generator": generator}
-    topic_keys = torch.randn(topics, dim, **tensor_options)
+    topic_keys = torch.randn(num_topics, dim, **tensor_options)
     topic_keys *= 0.8 * dim**0.5 / topic_keys.norm(dim=-1, keepdim=True)
-    topic_ids = torch.randint(topics, (length // 300 + 1,), **tensor_options).repeat_interleave(
+    topic_ids = torch.randint(num_topics, (length // 300 + 1,), **tensor_options).repeat_interleave(
         300
     )[:length]
     k = torch.randn(batch, length, kv_heads, dim, **tensor_options) + topic_keys[topic_ids][:, None]

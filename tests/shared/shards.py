@@ -7,7 +7,7 @@ from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.packing import DocumentLength
 from cab_hf.distributed.sharding import get_sharding, lengths_from_boundaries
 
-BLOCK = 32
+BLOCK_TOKENS = 32
 # cumulative document lengths by test id; None: one document whose length needs no padding
 CUMULATIVE_LENGTHS = {
     "causal": None,
@@ -16,16 +16,16 @@ CUMULATIVE_LENGTHS = {
 }
 
 
-def make_sharding(world, cumulative_lengths):
-    """Return the `Sharding` of documents over ``world`` ranks.
+def make_sharding(world_size, cumulative_lengths):
+    """Return the `Sharding` of documents over ``world_size`` ranks.
 
     ``cumulative_lengths`` is a value of `CUMULATIVE_LENGTHS`.
     """
     if cumulative_lengths is None:
-        lengths = (2 * world * BLOCK * 2,)
+        lengths = (2 * world_size * BLOCK_TOKENS * 2,)
     else:
         lengths = lengths_from_boundaries(cumulative_lengths)
-    return get_sharding(lengths, world, BLOCK)
+    return get_sharding(lengths, world_size, BLOCK_TOKENS)
 
 
 def take_shard(x, sharding, rank):
@@ -45,28 +45,32 @@ def join_shards(shards, sharding):
 
 def make_layout(sharding, align):
     """Return the `BlockLayout` of the documents of ``sharding`` in a single process."""
-    doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
+    doc_ids = torch.arange(len(sharding.document_lengths)).repeat_interleave(
+        torch.tensor(sharding.document_lengths)
+    )
     return BlockLayout.build(
         batch=1,
-        q_length=sharding.length,
-        kv_length=sharding.length,
+        q_length=sharding.num_tokens,
+        kv_length=sharding.num_tokens,
         q_offset=0,
         padding_mask=None,
-        doc_ids=doc_ids[None] if len(sharding.lengths) > 1 else None,
+        doc_ids=doc_ids[None] if len(sharding.document_lengths) > 1 else None,
         align=align,
         device=torch.device("cpu"),
         options=LayoutOptions(
-            lengths=[[DocumentLength(length, length) for length in sharding.lengths]]
+            document_lengths=[
+                [DocumentLength(length, length) for length in sharding.document_lengths]
+            ]
         ),
     )
 
 
-def make_model(implementation, config=None, **settings):
+def make_model(implementation, config=None, **model_fields):
     """Return a tiny two-layer model with the attention implementation ``implementation``.
 
     ``config`` is the CabConfig of the model; None: the default.
     """
-    model = tiny_model(**{"num_hidden_layers": 2, **settings})
+    model = tiny_model(**{"num_hidden_layers": 2, **model_fields})
     model.set_attn_implementation(implementation)
     if config is not None:
         model.config.cab_config = config.to_dict()

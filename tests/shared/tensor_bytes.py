@@ -11,21 +11,21 @@ class TensorBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of tensors that operations create.
 
     Args:
-        existing: tensors that are counted from the start.
+        initial_tensors: tensors that are counted from the start.
 
     Attributes:
-        now: bytes of all counted tensors that exist.
-        peak: largest value of ``now``.
-        largest: bytes of the largest tensor that an operation has created.
+        current_bytes: bytes of all counted tensors that exist.
+        peak_bytes: largest value of ``current_bytes``.
+        largest_tensor_bytes: bytes of the largest tensor that an operation has created.
     """
 
-    def __init__(self, *existing):
+    def __init__(self, *initial_tensors):
         super().__init__()
-        self.now = self.peak = self.largest = 0
+        self.current_bytes = self.peak_bytes = self.largest_tensor_bytes = 0
         self._storages = {}
-        for tensor in existing:
+        for tensor in initial_tensors:
             self._count(tensor)
-        self.largest = 0
+        self.largest_tensor_bytes = 0
 
     def _count(self, tensor):
         """Count the storage of ``tensor``, unless the storage is already counted."""
@@ -35,17 +35,17 @@ class TensorBytes(TorchDispatchMode):
             self._storages[storage_id] = weakref.ref(
                 storage, lambda _: self._uncount(storage_id, storage_bytes)
             )
-            self.now += storage_bytes
-            self.peak = max(self.peak, self.now)
-            self.largest = max(self.largest, storage_bytes)
+            self.current_bytes += storage_bytes
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            self.largest_tensor_bytes = max(self.largest_tensor_bytes, storage_bytes)
 
     def _uncount(self, storage_id, storage_bytes):
         del self._storages[storage_id]
-        self.now -= storage_bytes
+        self.current_bytes -= storage_bytes
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._count(each)
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
         return result

@@ -27,9 +27,9 @@ from transformers import (
 
 from cab_hf import CabConfig
 
-VOCABULARY = 64
-SIZES = {
-    "vocab_size": VOCABULARY,
+VOCAB_SIZE = 64
+MODEL_SIZES = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
@@ -42,7 +42,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 # by family: (config class, model class, config fields in addition to SIZES)
-FAMILIES = {
+MODEL_FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}),
@@ -86,10 +86,10 @@ FAMILIES = {
     ),
 }
 # small blocks, so that sequences of a few hundred tokens have many blocks
-SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
-FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
-SPARSE = replace(
-    SMALL,
+SMALL_BLOCKS_CONFIG = CabConfig(query_block=32, key_block=16, min_length=0)
+FULL_BUDGET_CONFIG = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
+SPARSE_CONFIG = replace(
+    SMALL_BLOCKS_CONFIG,
     mass_threshold=0.08,
     share_threshold=0.5,
     outlier_queries=4,
@@ -97,8 +97,8 @@ SPARSE = replace(
     # the default, two dense query blocks at the end, would be a large part of a short sequence
     dense_tail_blocks=1,
 )
-# `SPARSE` as words for the option --cab, without its numbers of outlier and typical queries
-SPARSE_WORDS = (
+# `SPARSE_CONFIG` as values of the option --cab, without its numbers of outlier and typical queries
+SPARSE_ASSIGNMENTS = (
     "query_block=32",
     "key_block=16",
     "mass_threshold=0.08",
@@ -107,18 +107,18 @@ SPARSE_WORDS = (
 )
 
 
-def tiny_model(family="llama", model_class=None, **overrides):
+def tiny_model(family="llama", model_class=None, **config_fields):
     """Return a random model in eval mode whose attention is far from uniform.
 
     Args:
-        family: key of `FAMILIES`.
+        family: key of `MODEL_FAMILIES`.
         model_class: class of the model; None: the causal LM of the family.
-        overrides: config fields.
+        config_fields: config fields.
     """
-    config_class, causal_class, family_fields = FAMILIES[family]
+    config_class, causal_lm_class, family_fields = MODEL_FAMILIES[family]
     torch.manual_seed(0)
-    model = (model_class or causal_class)(
-        config_class(**{**SIZES, **family_fields, **overrides})
+    model = (model_class or causal_lm_class)(
+        config_class(**{**MODEL_SIZES, **family_fields, **config_fields})
     ).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -145,7 +145,7 @@ def tiny_llava():
 def tokens(batch, length, seed=1):
     """Return random token ids, int64 [batch, length]; special tokens (ids 0 to 2) do not occur."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    return torch.randint(3, VOCAB_SIZE, (batch, length), generator=generator)
 
 
 def qkv(
@@ -158,9 +158,13 @@ def qkv(
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(length, num_heads):
+    def draw_tensor(length, num_heads):
         x = torch.randn(batch, length, num_heads, dim, generator=generator)
         return x.to(**tensor_options).transpose(1, 2)
 
     kv_length = kv_length or q_length
-    return draw(q_length, heads), draw(kv_length, kv_heads), draw(kv_length, kv_heads)
+    return (
+        draw_tensor(q_length, heads),
+        draw_tensor(kv_length, kv_heads),
+        draw_tensor(kv_length, kv_heads),
+    )

@@ -1,6 +1,6 @@
 """Tiny random models of all causal language model types in transformers.
 
-A tiny config is the default config of its type with reduced sizes (`SIZES`), also in nested
+A tiny config is the default config of its type with reduced sizes (`FIELD_SIZES`), also in nested
 configs. A list with an entry per layer is replaced by a cycle of its different entries.
 `FIELD_OVERRIDES` has further fields for types whose tiny config would be invalid otherwise.
 """
@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 # token ids from 0 to 31 may be special tokens
-FIRST_TOKEN = 32
+FIRST_REGULAR_TOKEN = 32
 # each line: a size, and the config fields that are set to the size; sliding windows are shorter
 # than the sequences of tests
-SIZE_TABLE = """
+FIELD_SIZE_TABLE = """
 64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
 64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
 64 out_hidden_size adapter_in_dim adapter_out_dim adapter_input_size dim_model_base
@@ -67,137 +67,155 @@ SIZE_TABLE = """
 64 sliding_window sliding_window_size attention_window_size window_size local_attention
 64 attention_chunk_size local_attention_window_len rel_extent keep_window_size
 """
-SIZES = {
-    name: int(size)
-    for size, *names in map(str.split, SIZE_TABLE.strip().splitlines())
-    for name in names
+FIELD_SIZES = {
+    field_name: int(field_size)
+    for field_size, *field_names in map(str.split, FIELD_SIZE_TABLE.strip().splitlines())
+    for field_name in field_names
 }
-LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
-KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
-VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
+NUM_LAYERS, NUM_HEADS = FIELD_SIZES["num_hidden_layers"], FIELD_SIZES["num_attention_heads"]
+NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE = (
+    FIELD_SIZES["num_key_value_heads"],
+    FIELD_SIZES["head_dim"],
+    FIELD_SIZES["hidden_size"],
+)
+VOCAB_SIZE, WINDOW_TOKENS = FIELD_SIZES["vocab_size"], FIELD_SIZES["sliding_window"]
 # fields that are set to their size even if their default is None
-ALWAYS_SET = ("head_dim", "num_key_value_heads")
+ALWAYS_SET_FIELDS = ("head_dim", "num_key_value_heads")
 LAYER_TYPES = ("sliding_attention", "full_attention")
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-ALTERNATING_LAYER_TYPES = list(LAYER_TYPES) * (LAYERS // 2)
+ROPE_PARAMETERS = {"rope_type": "default", "rope_theta": 10_000.0}
+ALTERNATING_LAYER_TYPES = list(LAYER_TYPES) * (NUM_LAYERS // 2)
 # by type: config fields that override the reduced config
 FIELD_OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(LAYER_TYPES, ROPE)},
-    "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(LAYER_TYPES, ROPE_PARAMETERS)},
+    "dbrx": {"attn_config": {"kv_n_heads": NUM_KV_HEADS, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
-        **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS},
+        **{"swa_num_attention_heads": NUM_HEADS, "swa_num_key_value_heads": NUM_HEADS},
         **{"swa_q_lora_rank": 2 * HEAD_DIM, "swa_kv_lora_rank": 2 * HEAD_DIM},
         **{"swa_head_dim": 2 * HEAD_DIM, "swa_qk_nope_head_dim": HEAD_DIM},
         **{"swa_v_head_dim": HEAD_DIM},
     },
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM},
-    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+    "gpt_neo": {"attention_types": [[["global", "local"], NUM_LAYERS // 2]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)},
     "jamba": {"attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2)},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2)},
     "mamba2": {"num_heads": 8},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * (NUM_LAYERS // 2)
+    },
     "ministral": {"layer_types": ALTERNATING_LAYER_TYPES},
-    # no sliding windows by default; `window_fields` adds sliding windows
+    # no sliding windows by default; `make_window_fields` adds sliding windows
     "mistral": {"sliding_window": None},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "qwen4_exp_text": {
-        **{"indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+        **{"indexer_n_heads": NUM_HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
         **{"indexer_budget": 64, "indexer_compress_ratio": 8},
     },
     "reformer": {"axial_pos_embds": False, "hash_seed": 0},
-    "rwkv": {"attention_hidden_size": HIDDEN},
-    "xlstm": {"hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN},
+    "rwkv": {"attention_hidden_size": HIDDEN_SIZE},
+    "xlstm": {"hidden_size": 2 * HIDDEN_SIZE, "embedding_dim": 2 * HIDDEN_SIZE},
     "xmod": {"default_language": "en_XX"},
     "zaya": {
         "num_experts_per_tok": 1,
-        "layer_types": ["hybrid", "hybrid_sliding"] * (LAYERS // 2),
-        "sliding_window": WINDOW,
+        "layer_types": ["hybrid", "hybrid_sliding"] * (NUM_LAYERS // 2),
+        "sliding_window": WINDOW_TOKENS,
     },
 }
 
 
-def causal_types() -> list[str]:
+def list_causal_types() -> list[str]:
     """Return the sorted model types that `AutoModelForCausalLM` supports."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
 
 
-def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
-    """Return a config with few layers and heads and a small vocabulary; ``values`` are fields."""
-    config = _reduce_config(CONFIG_MAPPING[model_type](), values)
+def tiny_config(model_type: str, **config_fields: Any) -> PreTrainedConfig:
+    """Return a config with few layers and heads, a small vocabulary, and ``config_fields``."""
+    config = _reduce_config(CONFIG_MAPPING[model_type](), config_fields)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
 
 
-def window_fields(model_type: str) -> dict[str, Any]:
+def make_window_fields(model_type: str) -> dict[str, Any]:
     """Return arguments of `tiny_config` that turn on sliding windows.
 
     Returns {} if the type has no field for windows, or if its tiny config has windows already.
     """
     config = tiny_config(model_type)
-    names = {field.name for field in dataclasses.fields(config)}
-    values = vars(config)
-    layer_types = set(values.get("layer_types") or ())
-    fields = {"sliding_window": WINDOW, "use_sliding_window": True}
+    field_names = {field.name for field in dataclasses.fields(config)}
+    config_values = vars(config)
+    layer_types = set(config_values.get("layer_types") or ())
+    window_fields = {"sliding_window": WINDOW_TOKENS, "use_sliding_window": True}
     if layer_types == {"full_attention"}:
-        fields["layer_types"] = ALTERNATING_LAYER_TYPES
+        window_fields["layer_types"] = ALTERNATING_LAYER_TYPES
     elif layer_types or (
-        getattr(config, "use_sliding_window", True) and values.get("sliding_window")
+        getattr(config, "use_sliding_window", True) and config_values.get("sliding_window")
     ):
         return {}
-    return {name: fields[name] for name in fields if name in names and "sliding_window" in names}
+    return {
+        field_name: window_fields[field_name]
+        for field_name in window_fields
+        if field_name in field_names and "sliding_window" in field_names
+    }
 
 
 def _reduce_config(
-    default: PreTrainedConfig, overrides: Mapping[str, Any] | None = None
+    default_config: PreTrainedConfig, override_fields: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """Return a reduced copy of ``default``, with the fields ``overrides``."""
+    """Return a reduced copy of ``default_config``, with ``override_fields``."""
     # read vars(), because some properties raise an error if a value differs between layers
-    values = vars(default)
-    layers = values.get("num_hidden_layers")
-    fields: dict[str, Any] = {}
-    for name in (field.name for field in dataclasses.fields(default)):
-        value = values.get(name)
-        if isinstance(value, PreTrainedConfig):
-            fields[name] = _reduce_config(value)
-        elif isinstance(value, list | tuple) and len(value) == layers:
-            fields[name] = [SIZES[name]] * LAYERS if name in SIZES else _cycle_entries(value)
-        elif name in ALWAYS_SET or (
-            value and isinstance(value, int) and not isinstance(value, bool)
+    default_values = vars(default_config)
+    num_layers = default_values.get("num_hidden_layers")
+    reduced_fields: dict[str, Any] = {}
+    for field_name in (field.name for field in dataclasses.fields(default_config)):
+        default_value = default_values.get(field_name)
+        if isinstance(default_value, PreTrainedConfig):
+            reduced_fields[field_name] = _reduce_config(default_value)
+        elif isinstance(default_value, list | tuple) and len(default_value) == num_layers:
+            reduced_fields[field_name] = (
+                [FIELD_SIZES[field_name]] * NUM_LAYERS
+                if field_name in FIELD_SIZES
+                else _cycle_entries(default_value)
+            )
+        elif field_name in ALWAYS_SET_FIELDS or (
+            default_value and isinstance(default_value, int) and not isinstance(default_value, bool)
         ):
-            fields |= _reduce_number(name, value)
-    if "kv_lora_rank" in fields:
+            reduced_fields |= _reduce_number(field_name, default_value)
+    if "kv_lora_rank" in reduced_fields:
         # multi-head latent attention has as many KV heads as query heads
-        fields["num_key_value_heads"] = HEADS
-    return type(default)(
-        **{**fields, **FIELD_OVERRIDES.get(default.model_type, {}), **(overrides or {})}
+        reduced_fields["num_key_value_heads"] = NUM_HEADS
+    return type(default_config)(
+        **{
+            **reduced_fields,
+            **FIELD_OVERRIDES.get(default_config.model_type, {}),
+            **(override_fields or {}),
+        }
     )
 
 
-def _reduce_number(name: str, value: int | None) -> dict[str, int]:
+def _reduce_number(field_name: str, default_value: int | None) -> dict[str, int]:
     """Return {name: reduced value} for an integer field; {} to keep its default."""
-    if name in SIZES:
-        return {name: SIZES[name]}
-    is_token = name.endswith(("token_id", "token_index"))
-    return {name: value % FIRST_TOKEN} if is_token else {}
+    if field_name in FIELD_SIZES:
+        return {field_name: FIELD_SIZES[field_name]}
+    is_token_id = field_name.endswith(("token_id", "token_index"))
+    return {field_name: default_value % FIRST_REGULAR_TOKEN} if is_token_id else {}
 
 
-def _cycle_entries(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return a list of `LAYERS` entries that repeats the different entries in turn."""
+def _cycle_entries(layer_entries: list[Any] | tuple[Any, ...]) -> list[Any]:
+    """Return a list of `NUM_LAYERS` entries that repeats the different entries in turn."""
     distinct_entries = [
-        entry for index, entry in enumerate(entries) if entry not in entries[:index]
+        entry for index, entry in enumerate(layer_entries) if entry not in layer_entries[:index]
     ]
-    return [distinct_entries[layer % len(distinct_entries)] for layer in range(LAYERS)]
+    return [distinct_entries[layer % len(distinct_entries)] for layer in range(NUM_LAYERS)]
 
 
-def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
+def tiny_model(model_type: str, **config_fields: Any) -> PreTrainedModel:
     """Return a random float32 model of `tiny_config` whose attention is far from uniform.
 
     With the default initialisation, attention is nearly uniform, and tests would not detect errors
@@ -205,13 +223,13 @@ def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)
-    config = _select_config(model_class, tiny_config(model_type, **values))
+    config = _select_config(model_class, tiny_config(model_type, **config_fields))
     model = model_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | Conv1D):
-                inputs = module.weight.shape[isinstance(module, nn.Linear)]
-                module.weight.normal_(std=inputs**-0.5)
+                num_inputs = module.weight.shape[isinstance(module, nn.Linear)]
+                module.weight.normal_(std=num_inputs**-0.5)
     return model
 
 
@@ -220,5 +238,9 @@ def _select_config(
 ) -> PreTrainedConfig:
     """Return ``config``, or the nested config that ``model_class`` needs."""
     config_class = model_class.config_class
-    nested_configs = (each for each in vars(config).values() if isinstance(each, config_class))
+    nested_configs = (
+        nested_config
+        for nested_config in vars(config).values()
+        if isinstance(nested_config, config_class)
+    )
     return config if isinstance(config, config_class) else next(nested_configs, config)

@@ -7,16 +7,22 @@ def assert_valid_plan(plan: BlockPlan) -> None:
     """Assert dtypes, shapes, bounds, order and visibility of the key blocks in all lists."""
     row_ranges, num_key_blocks = plan.ranges.rows(plan.query_block), plan.kv_blocks
     shape = (plan.batch, plan.heads, plan.q_blocks)
-    for name, lists in plan.lists.items():
-        for x, expected in ((lists.counts, shape), (lists.indices, (*shape, lists.width))):
-            assert str(x.dtype) == "torch.int32" and tuple(x.shape) == expected, name
-        counts, indices, is_listed = lists.counts, lists.indices, lists.listed()
-        assert ((counts >= 0) & (counts <= lists.width)).all(), f"counts of {name}"
+    for list_name, block_lists in plan.lists.items():
+        for x, expected in (
+            (block_lists.counts, shape),
+            (block_lists.indices, (*shape, block_lists.width)),
+        ):
+            assert str(x.dtype) == "torch.int32" and tuple(x.shape) == expected, list_name
+        counts, indices, is_listed = block_lists.counts, block_lists.indices, block_lists.listed()
+        assert ((counts >= 0) & (counts <= block_lists.width)).all(), f"counts of {list_name}"
         is_outside = is_listed & ((indices < 0) | (indices >= num_key_blocks))
-        assert not is_outside.any(), f"indices of {name} are no key blocks"
+        assert not is_outside.any(), f"indices of {list_name} are no key blocks"
         is_not_ascending = is_listed[..., 1:] & (indices[..., 1:] <= indices[..., :-1])
-        assert not is_not_ascending.any(), f"indices of {name} are not ascending"
-    block_masks = {name: lists.to_dense(num_key_blocks) for name, lists in plan.lists.items()}
+        assert not is_not_ascending.any(), f"indices of {list_name} are not ascending"
+    block_masks = {
+        list_name: block_lists.to_dense(num_key_blocks)
+        for list_name, block_lists in plan.lists.items()
+    }
     is_visible, is_unmasked = (
         x.unsqueeze(1) for x in visibility(row_ranges, plan.key_block, plan.kv_length)
     )
@@ -24,9 +30,9 @@ def assert_valid_plan(plan: BlockPlan) -> None:
     assert not (block_masks["partial"] & ~is_visible).any(), (
         "a partial block is masked for all queries"
     )
-    for name in block_masks.keys() - {"partial"}:
-        assert not (block_masks[name] & ~is_unmasked).any(), (
-            f"a block of {name} is masked for some query"
+    for list_name in block_masks.keys() - {"partial"}:
+        assert not (block_masks[list_name] & ~is_unmasked).any(), (
+            f"a block of {list_name} is masked for some query"
         )
     if plan.sampled is not None:
         assert not (block_masks["full"] & block_masks["sampled"]).any(), (
@@ -40,5 +46,5 @@ def assert_valid_plan(plan: BlockPlan) -> None:
         sorted_rows = dense_rows.sort(-1).values
         is_repeated = (sorted_rows[:, 1:] == sorted_rows[:, :-1]) & (sorted_rows[:, 1:] >= 0)
         assert not is_repeated.any(), "dense_rows name a query block twice"
-        has_blocks = sum(lists.counts for lists in plan.lists.values()) > 0
+        has_blocks = sum(block_lists.counts for block_lists in plan.lists.values()) > 0
         assert not (plan.is_dense() & has_blocks).any(), "a dense row lists blocks"

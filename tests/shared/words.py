@@ -6,7 +6,9 @@ from transformers import PreTrainedTokenizerFast
 
 from cab_hf.data import needles
 
-TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
+PROSE_TEXT = (
+    'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}user : {{ message['content'] }} end {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
@@ -15,24 +17,30 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer(chat_template=None):
     """Return a word-level tokenizer of the words in needle tests, with a token for each digit."""
-    texts = [
+    source_texts = [
         *needles.NOISE_SENTENCES,
-        *needles.DISTRACTORS,
-        *needles.NAMES,
-        needles.INSTRUCTION,
-        needles.KEY_STATEMENT,
-        needles.QUESTION,
-        needles.KEY_REPETITION,
-        TEXT,
+        *needles.DISTRACTOR_TEMPLATES,
+        *needles.PERSON_NAMES,
+        needles.INSTRUCTION_TEMPLATE,
+        needles.KEY_STATEMENT_TEMPLATE,
+        needles.QUESTION_TEMPLATE,
+        needles.KEY_REPETITION_TEMPLATE,
+        PROSE_TEXT,
         "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
     ]
-    split = pre_tokenizers.Sequence(
+    pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
     )
-    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<eos>", *sorted(words)])}
+    words = {
+        word
+        for source_text in source_texts
+        for word, _ in pre_tokenizer.pre_tokenize_str(source_text)
+    }
+    vocabulary = {
+        word: token_id for token_id, word in enumerate(["<unk>", "<eos>", *sorted(words)])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = split
+    tokenizer.pre_tokenizer = pre_tokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
@@ -48,10 +56,10 @@ def make_merging_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
-    options = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
-    tokenizer.train_from_iterator([*needles.NOISE_SENTENCES, *numbers], trainer)
+    number_sentences = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
+    trainer_options = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **trainer_options)
+    tokenizer.train_from_iterator([*needles.NOISE_SENTENCES, *number_sentences], trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
@@ -59,7 +67,7 @@ def make_merging_tokenizer():
 def save_llama(folder):
     """Save a tiny LLaMA of two layers and its tokenizer in ``folder``; return the folder."""
     tokenizer = make_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
-    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
+    vocabulary_fields = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    tiny_model(num_hidden_layers=2, **vocabulary_fields).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,8 +1,8 @@
 """Classify the model classes of vLLM by the attention of their prompts: sparse, dense, refused.
 
 Run ``python tests/vllm/classes.py`` in an environment with vLLM to rewrite the table in
-docs/serving.md. `classify` classifies a class by its source code. Tests check the verdict with the
-layers that `count_layers_by_reason` builds without weights.
+docs/serving.md. `classify_module` classifies a class by its source code. Tests check the verdict
+with the layers that `count_layers_by_reason` builds without weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-BEGIN, END = "<!-- classes -->", "<!-- end -->"
+TABLE_BEGIN_MARKER, TABLE_END_MARKER = "<!-- classes -->", "<!-- end -->"
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 # name in the source of a model class -> kind of layers with this name, which have dense attention
@@ -26,8 +26,8 @@ KIND_OF_DENSE_NAME = {
     "alibi_slopes": "ALiBi",
     "ChunkedLocalAttention": "chunked attention",
 }
-# kind in `KIND_OF_DENSE_NAME` -> reason that `cab_hf.vllm.layers.why_dense` returns, for kinds
-# whose reason is not the name of the kind
+# kind in `KIND_OF_DENSE_NAME` -> reason that `cab_hf.vllm.layers.find_dense_reason` returns, for
+# kinds whose reason is not the name of the kind
 REASON_OF_KIND = {"chunked attention": "batches that vLLM rewrites"}
 # classes of vLLM's attention layers: latent attention, causal attention, and attention in both
 # directions within a prefix
@@ -40,79 +40,86 @@ class Verdict(NamedTuple):
     """Support for sparse prefill of one model class.
 
     Attributes:
-        prompts: "sparse", "dense", "refused", or "sparse or refused": the attention of prompts.
-        why: the kinds of layers that are dense, or the reason why all layers are dense.
+        prompt_attention: "sparse", "dense", "refused", or "sparse or refused": the attention of
+            prompts.
+        dense_reason: the kinds of layers that are dense, or the reason why all layers are dense.
     """
 
-    prompts: str
-    why: str
+    prompt_attention: str
+    dense_reason: str
 
 
-NO_ATTENTION = Verdict("dense", "no attention over pages of keys and values")
+NO_ATTENTION_VERDICT = Verdict("dense", "no attention over pages of keys and values")
 # verdict on models that vLLM runs by transformers: the model config determines which layers are
 # dense
-DEPENDS_ON_CONFIG = Verdict(
+CONFIG_DEPENDENT_VERDICT = Verdict(
     "sparse", "a sliding window, attention sinks or soft-capped logits, if the config has them"
 )
 
 
-def read_source(models_folder: Path, module: str) -> str:
+def read_source(models_folder: Path, module_name: str) -> str:
     """Return the source code of a module, or of all files of a package, in vLLM's registry.
 
     ``models_folder`` is the folder of vLLM's models.
     """
-    if module.startswith("vllm."):
-        module_path = models_folder.parents[1] / module.removeprefix("vllm.").replace(".", "/")
+    if module_name.startswith("vllm."):
+        module_path = models_folder.parents[1] / module_name.removeprefix("vllm.").replace(".", "/")
     else:
-        module_path = models_folder / module.replace(".", "/")
+        module_path = models_folder / module_name.replace(".", "/")
     module_file = module_path.with_suffix(".py")
     source_files = [module_file] if module_file.is_file() else sorted(module_path.rglob("*.py"))
     return "\n".join(module_file.read_text("utf-8") for module_file in source_files)
 
 
-def classify(
-    models_folder: Path, module: str, importing_modules: frozenset[str] = frozenset()
+def classify_module(
+    models_folder: Path, module_name: str, importing_modules: frozenset[str] = frozenset()
 ) -> Verdict:
     """Return the verdict on a module of vLLM's registry.
 
     Args:
         models_folder: folder of vLLM's models.
-        module: name of the module in the registry.
-        importing_modules: modules that import ``module``; the recursion over imports stops at these
-            modules.
+        module_name: name of the module in the registry.
+        importing_modules: modules that import ``module_name``; the recursion over imports stops at
+            these modules.
     """
-    if module == "transformers":
-        return DEPENDS_ON_CONFIG
-    source = read_source(models_folder, module)
-    words = collect_words(source)
+    if module_name == "transformers":
+        return CONFIG_DEPENDENT_VERDICT
+    source = read_source(models_folder, module_name)
+    source_words = collect_words(source)
     latent_reason = "multi-head latent attention"
-    if module.startswith("vllm."):
-        is_latent = bool(words & LATENT_CLASSES)
+    if module_name.startswith("vllm."):
+        is_latent = bool(source_words & LATENT_CLASSES)
         return (
             Verdict("refused", latent_reason)
             if is_latent
             else Verdict("dense", "attention of its own")
         )
-    if words & CAUSAL_CLASSES:
-        dense_kinds = [kind for word, kind in KIND_OF_DENSE_NAME.items() if word in words]
-        if words & LATENT_CLASSES:
+    if source_words & CAUSAL_CLASSES:
+        dense_kinds = [
+            kind for dense_name, kind in KIND_OF_DENSE_NAME.items() if dense_name in source_words
+        ]
+        if source_words & LATENT_CLASSES:
             return Verdict("sparse or refused", ", ".join([*dense_kinds, latent_reason]))
         return Verdict("sparse", ", ".join(dense_kinds) or "none")
-    if words & LATENT_CLASSES:
+    if source_words & LATENT_CLASSES:
         return Verdict("refused", latent_reason)
-    if words & PREFIX_CLASSES:
+    if source_words & PREFIX_CLASSES:
         return Verdict("dense", "prompts that attend in both directions")
     # a module without attention layers may import layers from other models: use their verdicts
     imported_modules = re.findall(r"from (?:\.|vllm\.model_executor\.models\.)(\w+) import", source)
     verdicts = [
-        classify(models_folder, imported_module, importing_modules | {module})
+        classify_module(models_folder, imported_module, importing_modules | {module_name})
         for imported_module in imported_modules
         if imported_module not in importing_modules
     ]
-    verdicts = [found_verdict for found_verdict in verdicts if found_verdict != NO_ATTENTION]
+    verdicts = [
+        found_verdict for found_verdict in verdicts if found_verdict != NO_ATTENTION_VERDICT
+    ]
     # if verdicts of imported modules differ, prefer a sparse verdict
     return min(
-        verdicts, key=lambda found_verdict: found_verdict.prompts != "sparse", default=NO_ATTENTION
+        verdicts,
+        key=lambda found_verdict: found_verdict.prompt_attention != "sparse",
+        default=NO_ATTENTION_VERDICT,
     )
 
 
@@ -120,50 +127,57 @@ def collect_words(source: str) -> set[str]:
     """Return all names and all keywords of calls in the source code ``source``."""
     # remove this import, which Python does not allow in the middle of concatenated files
     source = source.replace("from __future__ import annotations", "")
-    nodes = list(ast.walk(ast.parse(source)))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return names | {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+    syntax_nodes = list(ast.walk(ast.parse(source)))
+    names = {node.id for node in syntax_nodes if isinstance(node, ast.Name)}
+    return names | {node.arg for node in syntax_nodes if isinstance(node, ast.keyword) and node.arg}
 
 
 @cache
-def classify_all() -> dict[str, Verdict]:
+def classify_all_classes() -> dict[str, Verdict]:
     """Return the `Verdict` on every text generation model of the installed vLLM, by class name."""
     from vllm.model_executor.models import registry
 
     models_folder = Path(registry.__file__).parent
     modules_by_class = registry._TEXT_GENERATION_MODELS | registry._TRANSFORMERS_SUPPORTED_MODELS
     return {
-        name: classify(models_folder, module)
-        for name, (module, _) in sorted(modules_by_class.items())
+        class_name: classify_module(models_folder, module_name)
+        for class_name, (module_name, _) in sorted(modules_by_class.items())
     }
 
 
 def render_table() -> str:
-    """Return the Markdown table of `classify_all` for docs/serving.md."""
+    """Return the Markdown table of `classify_all_classes` for docs/serving.md."""
     from vllm import __version__
 
     names_by_verdict = defaultdict(list)
-    for name, found_verdict in classify_all().items():
-        names_by_verdict[found_verdict].append(name.removesuffix("ForCausalLM"))
-    lines = ["| prompts are | what makes a layer dense | model classes |", "| --- | --- | --- |"]
+    for class_name, found_verdict in classify_all_classes().items():
+        names_by_verdict[found_verdict].append(class_name.removesuffix("ForCausalLM"))
+    table_lines = [
+        "| prompts are | what makes a layer dense | model classes |",
+        "| --- | --- | --- |",
+    ]
     prompt_order = ("sparse", "sparse or refused", "dense", "refused")
     for row_verdict in sorted(
         names_by_verdict,
         key=lambda row_verdict: (
-            prompt_order.index(row_verdict.prompts),
+            prompt_order.index(row_verdict.prompt_attention),
             -len(names_by_verdict[row_verdict]),
         ),
     ):
         class_names = ", ".join(names_by_verdict[row_verdict])
-        lines.append(f"| {row_verdict.prompts} | {row_verdict.why} | {class_names} |")
-    return "\n".join([*lines, "", f"Text models of vLLM {__version__}, without `ForCausalLM`."])
+        table_lines.append(
+            f"| {row_verdict.prompt_attention} | {row_verdict.dense_reason} | {class_names} |"
+        )
+    return "\n".join(
+        [*table_lines, "", f"Text models of vLLM {__version__}, without `ForCausalLM`."]
+    )
 
 
 def render_page() -> str:
-    """Return the text of docs/serving.md with a new table between the markers `BEGIN` and `END`."""
-    text_before, _, table_and_after = DOCS_PAGE.read_text("utf-8").partition(BEGIN)
-    _, _, text_after = table_and_after.partition(END)
-    return f"{text_before}{BEGIN}\n{render_table()}\n{END}{text_after}"
+    """Return the text of docs/serving.md with a new table between its two markers."""
+    text_before, _, table_and_after = DOCS_PAGE.read_text("utf-8").partition(TABLE_BEGIN_MARKER)
+    _, _, text_after = table_and_after.partition(TABLE_END_MARKER)
+    return f"{text_before}{TABLE_BEGIN_MARKER}\n{render_table()}\n{TABLE_END_MARKER}{text_after}"
 
 
 @cache
@@ -215,7 +229,8 @@ def count_layers_by_reason(class_name: str) -> Counter[str | None] | None:
     except Exception:
         return None
     return Counter(
-        layers.why_dense(attention) for _, attention in layers.iterate_attention_layers(model)
+        layers.find_dense_reason(attention)
+        for _, attention in layers.iterate_attention_layers(model)
     )
 
 

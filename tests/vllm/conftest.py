@@ -10,7 +10,7 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobi
 
 
 @pytest.fixture(scope="session", autouse=True)
-def registered():
+def registered_plugin():
     """Register the plugin before all tests; vLLM registers plugins only when an engine starts."""
     from importlib.util import find_spec
 
@@ -21,7 +21,7 @@ def registered():
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory):
+def llama_folder(tmp_path_factory):
     """Save a tiny LLaMA with large weights, whose answers depend on attention; return folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,15 +38,15 @@ def llama(tmp_path_factory):
         max_position_embeddings=2048,
     )
     model = LlamaForCausalLM(config)
-    for weight in model.parameters():
-        weight.data.mul_(3 if weight.ndim > 1 else 1)
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    model.save_pretrained(folder)
-    return folder
+    for parameter in model.parameters():
+        parameter.data.mul_(3 if parameter.ndim > 1 else 1)
+    model_folder = tmp_path_factory.mktemp("models") / "llama"
+    model.save_pretrained(model_folder)
+    return model_folder
 
 
 @pytest.fixture(scope="module")
-def engine(llama):
+def start_engine(llama_folder):
     """Return a function that starts or reuses engines of vLLM.
 
     The arguments of the function are the settings "cab" (None: an engine without the plugin), the
@@ -56,29 +56,29 @@ def engine(llama):
     """
     from vllm import LLM
 
-    engines = {}
+    engine_by_key = {}
 
-    def make_engine(cab_settings, model=llama, **options):
-        engine_key = str((cab_settings, model, options))
-        if engine_key not in engines:
-            cab_options = (
+    def make_engine(cab_settings, model_folder=llama_folder, **options):
+        engine_key = str((cab_settings, model_folder, options))
+        if engine_key not in engine_by_key:
+            config_options = (
                 {} if cab_settings is None else {"additional_config": {"cab": cab_settings}}
             )
-            engines[engine_key] = LLM(
-                str(model),
+            engine_by_key[engine_key] = LLM(
+                str(model_folder),
                 skip_tokenizer_init=True,
                 enforce_eager=True,
                 dtype="float32",
                 max_model_len=1024,
                 max_num_seqs=8,
                 seed=0,
-                **cab_options,
+                **config_options,
                 **options,
             )
-        return engines[engine_key]
+        return engine_by_key[engine_key]
 
     yield make_engine
-    engines.clear()
+    engine_by_key.clear()
     gc.collect()
 
 
@@ -87,8 +87,10 @@ def plugin_messages(monkeypatch):
     """Return a list to which the messages that the plugin logs are appended during the test."""
     messages, plugin_logger = [], logging.getLogger("vllm.cab_hf")
     # patch the logger's methods, because vLLM resets levels and handlers when an engine starts
-    for name in ("info", "warning"):
-        monkeypatch.setattr(plugin_logger, name, lambda text, *args: messages.append(text % args))
+    for method_name in ("info", "warning"):
+        monkeypatch.setattr(
+            plugin_logger, method_name, lambda text, *args: messages.append(text % args)
+        )
     return messages
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from test_settings import parse_counters
-from test_vllm import SPARSE
+from test_vllm import SPARSE_SETTINGS
 
 # ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -26,12 +26,12 @@ PUBLISH_TIMEOUT_S = 30
 
 
 @pytest.fixture(scope="module")
-def server_url(llama, tmp_path_factory):
+def server_url(llama_folder, tmp_path_factory):
     """Start an engine with two API servers, and yield the URL that both servers share."""
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
         port = free_socket.getsockname()[1]
-    options = {
+    server_options = {
         "--api-server-count": "2",
         "--host": "127.0.0.1",
         "--port": str(port),
@@ -39,22 +39,29 @@ def server_url(llama, tmp_path_factory):
         "--max-model-len": "1024",
         "--max-num-seqs": "8",
         "--served-model-name": "tiny",
-        "--additional-config": json.dumps({"cab": SPARSE}),
+        "--additional-config": json.dumps({"cab": SPARSE_SETTINGS}),
     }
-    option_words = [word for option in options.items() for word in option]
-    command = [sys.executable, str(Path(__file__).with_name("serve.py")), str(llama), *option_words]
+    option_strings = [
+        option_string for option in server_options.items() for option_string in option
+    ]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("serve.py")),
+        str(llama_folder),
+        *option_strings,
+    ]
     environment = os.environ | {"VLLM_LOG_STATS_INTERVAL": "1"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     log_file = tmp_path_factory.mktemp("server") / "log"
-    with log_file.open("wb") as output:
+    with log_file.open("wb") as log_output:
         process = subprocess.Popen(
             [*command, "--skip-tokenizer-init", "--enforce-eager"],
-            stdout=output,
+            stdout=log_output,
             stderr=subprocess.STDOUT,
             env=environment,
         )
         try:
-            wait_for(f"http://127.0.0.1:{port}", process, log_file)
+            wait_for_servers(f"http://127.0.0.1:{port}", process, log_file)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -64,10 +71,10 @@ def server_url(llama, tmp_path_factory):
                 process.kill()
 
 
-def wait_for(server_url, process, log_file):
+def wait_for_servers(server_url, server_process, log_file):
     """Wait until the servers answer. Fail the test after ``START_TIMEOUT_S`` seconds."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
+    while server_process.poll() is None and time.monotonic() < deadline:
         try:
             return urlopen(f"{server_url}/health", timeout=5).close()
         except (URLError, OSError):
@@ -75,15 +82,15 @@ def wait_for(server_url, process, log_file):
     pytest.fail(f"the servers do not answer: {log_file.read_text('utf-8', 'replace')[-2000:]}")
 
 
-def request_completion(server_url, length, **body_fields):
-    """Send a prompt of ``length`` tokens, and return the number of generated tokens.
+def request_completion(server_url, prompt_length, **body_fields):
+    """Send a prompt of ``prompt_length`` tokens, and return the number of generated tokens.
 
     The first token depends on the length, so that prompts of different lengths share no prefix in
     the prefix cache.
     """
     body = {
         "model": "tiny",
-        "prompt": [(token + length) % 500 + 3 for token in range(length)],
+        "prompt": [(token_index + prompt_length) % 500 + 3 for token_index in range(prompt_length)],
         "max_tokens": 4,
         "ignore_eos": True,
         "detokenize": False,

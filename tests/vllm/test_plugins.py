@@ -25,10 +25,10 @@ LLM(
 """
 
 
-def test_scheduler_without_plugin_raises(llama):
+def test_scheduler_without_plugin_raises(llama_folder):
     """Name the scheduler of cab_hf by ``scheduler_cls``, in a process without the plugin."""
     environment = os.environ | {"VLLM_PLUGINS": "other"}
-    command = [sys.executable, "-c", START_SCRIPT, str(llama)]
+    command = [sys.executable, "-c", START_SCRIPT, str(llama_folder)]
     completed_process = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=600
     )

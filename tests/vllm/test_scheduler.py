@@ -98,11 +98,11 @@ class Trace:
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(MODEL_FIELDS))
+    model_folder = tmp_path_factory.mktemp("model")
+    (model_folder / "config.json").write_text(json.dumps(MODEL_FIELDS))
     init_none_hash(sha256)
     return VllmConfig(
-        model_config=ModelConfig(str(folder), skip_tokenizer_init=True, dtype="float32"),
+        model_config=ModelConfig(str(model_folder), skip_tokenizer_init=True, dtype="float32"),
         scheduler_config=SchedulerConfig.default_factory(
             max_model_len=4096, is_encoder_decoder=False, max_num_batched_tokens=4096
         ),
@@ -113,28 +113,32 @@ def vllm_config(tmp_path_factory):
 
 def make_scheduler(vllm_config, engine_options, is_cab=True):
     """Return a scheduler with ``engine_options``: the plugin's if ``is_cab``, else vLLM's."""
-    config = copy.copy(vllm_config)
+    engine_config = copy.copy(vllm_config)
     for config_name in ("scheduler_config", "cache_config"):
-        setattr(config, config_name, copy.copy(getattr(config, config_name)))
-    config.additional_config = {
+        setattr(engine_config, config_name, copy.copy(getattr(engine_config, config_name)))
+    engine_config.additional_config = {
         "cab": {
             "query_block": engine_options.query_block,
             "key_block": min(engine_options.query_block, 16),
             "min_length": engine_options.min_length,
         }
     }
-    config.scheduler_config.max_num_batched_tokens = engine_options.max_batched_tokens
-    config.scheduler_config.max_num_scheduled_tokens = engine_options.max_scheduled_tokens
-    config.scheduler_config.long_prefill_token_threshold = engine_options.long_prompt_threshold
-    config.scheduler_config.max_num_seqs = engine_options.num_seqs
-    config.cache_config.block_size = engine_options.block_size
-    config.cache_config.num_gpu_blocks = engine_options.num_blocks
-    config.cache_config.enable_prefix_caching = engine_options.has_prefix_cache
-    config.cache_config.mamba_cache_mode = "align" if engine_options.has_mamba else "none"
+    engine_config.scheduler_config.max_num_batched_tokens = engine_options.max_batched_tokens
+    engine_config.scheduler_config.max_num_scheduled_tokens = engine_options.max_scheduled_tokens
+    engine_config.scheduler_config.long_prefill_token_threshold = (
+        engine_options.long_prompt_threshold
+    )
+    engine_config.scheduler_config.max_num_seqs = engine_options.num_seqs
+    engine_config.cache_config.block_size = engine_options.block_size
+    engine_config.cache_config.num_gpu_blocks = engine_options.num_blocks
+    engine_config.cache_config.enable_prefix_caching = engine_options.has_prefix_cache
+    engine_config.cache_config.mamba_cache_mode = "align" if engine_options.has_mamba else "none"
     block_size = engine_options.block_size
-    groups = [FullAttentionSpec(block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)]
+    kv_cache_specs = [
+        FullAttentionSpec(block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    ]
     if engine_options.has_mamba:
-        groups.append(
+        kv_cache_specs.append(
             MambaSpec(
                 block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
             )
@@ -142,7 +146,10 @@ def make_scheduler(vllm_config, engine_options, is_cab=True):
     kv_cache_config = KVCacheConfig(
         num_blocks=engine_options.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(groups)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([str(group_index)], kv_cache_spec)
+            for group_index, kv_cache_spec in enumerate(kv_cache_specs)
+        ],
     )
     scheduler_classes = {
         (True, False): CabScheduler,
@@ -151,23 +158,23 @@ def make_scheduler(vllm_config, engine_options, is_cab=True):
         (False, True): AsyncScheduler,
     }
     scheduler = scheduler_classes[is_cab, engine_options.is_async](
-        vllm_config=config,
+        vllm_config=engine_config,
         kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
+        structured_output_manager=StructuredOutputManager(engine_config),
         block_size=block_size,
     )
     if engine_options.draft_slots:
-        config.speculative_config = SimpleNamespace(
+        engine_config.speculative_config = SimpleNamespace(
             max_num_new_slots_for_drafting=engine_options.draft_slots
         )
     return scheduler
 
 
-def make_request(name, prompt, engine_options, num_answer=2):
+def make_request(request_id, prompt, engine_options, num_answer_tokens=2):
     return Request(
-        request_id=name,
+        request_id=request_id,
         prompt_token_ids=prompt,
-        sampling_params=SamplingParams(max_tokens=num_answer, ignore_eos=True),
+        sampling_params=SamplingParams(max_tokens=num_answer_tokens, ignore_eos=True),
         pooling_params=None,
         block_hasher=get_request_block_hasher(engine_options.block_size, sha256),
     )
@@ -182,21 +189,23 @@ def schedule_step(scheduler, trace):
         end = request.num_computed_tokens
         if end - num_tokens < request.num_prompt_tokens:
             trace.chunks.setdefault(request_id, []).append((trace.num_steps, end - num_tokens, end))
-            if not vllm_ends_at(scheduler, request, end - num_tokens, end):
+            if not is_vllm_chunk_end(scheduler, request, end - num_tokens, end):
                 trace.rejected_chunks.append((request_id, end - num_tokens, end))
         sampled_tokens[request_id] = [7] if end >= request.num_tokens else []
     trace.num_steps += 1
     request_ids = list(sampled_tokens)
     runner_output = ModelRunnerOutput(
         req_ids=request_ids,
-        req_id_to_index={request_id: n for n, request_id in enumerate(request_ids)},
+        req_id_to_index={
+            request_id: request_index for request_index, request_id in enumerate(request_ids)
+        },
         sampled_token_ids=list(sampled_tokens.values()),
     )
     scheduler.update_from_output(scheduler_output, runner_output)
     return scheduler_output
 
 
-def vllm_ends_at(scheduler, request, start, end):
+def is_vllm_chunk_end(scheduler, request, start, end):
     """Return True if vLLM's scheduler accepts a chunk from ``start`` to ``end``.
 
     In models with Mamba layers, vLLM shortens chunks to multiples of the block size.
@@ -218,12 +227,12 @@ def schedule_all(scheduler, engine_options, arrivals):
     trace, waiting_arrivals, num_idle_steps = Trace(), list(enumerate(arrivals)), 0
     while waiting_arrivals or scheduler.has_unfinished_requests():
         while waiting_arrivals and waiting_arrivals[0][1][0] <= trace.num_steps:
-            request_index, (_, prompt, num_answer) = waiting_arrivals.pop(0)
+            request_index, (_, prompt, num_answer_tokens) = waiting_arrivals.pop(0)
             scheduler.add_request(
-                make_request(str(request_index), prompt, engine_options, num_answer)
+                make_request(str(request_index), prompt, engine_options, num_answer_tokens)
             )
-        output = schedule_step(scheduler, trace)
-        is_idle_step = scheduler.requests and not output.total_num_scheduled_tokens
+        scheduler_output = schedule_step(scheduler, trace)
+        is_idle_step = scheduler.requests and not scheduler_output.total_num_scheduled_tokens
         num_idle_steps = num_idle_steps + 1 if is_idle_step else 0
         assert num_idle_steps < MAX_IDLE_STEPS, "no request makes progress"
     return trace
@@ -234,12 +243,14 @@ def draw_options(generator):
     has_mamba = generator.random() < 0.4
     query_block = generator.choice([16, 32, 64, 128])
     # budgets below one block are included: vLLM's scheduler before 0.27 fails for Mamba with these
-    budget = generator.randrange(8, 400)
+    token_budget = generator.randrange(8, 400)
     return EngineOptions(
-        max_batched_tokens=budget,
+        max_batched_tokens=token_budget,
         query_block=query_block,
         block_size=block_size,
-        max_scheduled_tokens=generator.choice([None, None, generator.randrange(1, budget + 1)]),
+        max_scheduled_tokens=generator.choice(
+            [None, None, generator.randrange(1, token_budget + 1)]
+        ),
         long_prompt_threshold=generator.choice([0, 0, generator.randrange(4, 300)]),
         num_seqs=generator.randrange(1, 9),
         num_blocks=generator.choice([1000, math.ceil(1000 / block_size) * 2 + 8]),
@@ -251,16 +262,16 @@ def draw_options(generator):
 
 
 def draw_arrivals(generator):
-    prefix = [generator.randrange(3, 510) for _ in range(generator.choice([0, 100, 400]))]
+    prefix_tokens = [generator.randrange(3, 510) for _ in range(generator.choice([0, 100, 400]))]
     arrivals = []
     for _ in range(generator.randrange(1, 9)):
-        suffix = [generator.randrange(3, 510) for _ in range(generator.randrange(1, 600))]
-        prompt = prefix + suffix if generator.random() < 0.6 else suffix
+        suffix_tokens = [generator.randrange(3, 510) for _ in range(generator.randrange(1, 600))]
+        prompt = prefix_tokens + suffix_tokens if generator.random() < 0.6 else suffix_tokens
         arrivals.append((generator.randrange(0, 8), prompt, generator.randrange(1, 30)))
     return sorted(arrivals, key=lambda arrival: arrival[0])
 
 
-def possible_borders(engine_options, start, end):
+def find_possible_borders(engine_options, start, end):
     """Return the multiples of the query block in (start, end] at which vLLM can end a chunk.
 
     With Mamba layers, these are the common multiples of query block and KV cache block.
@@ -283,12 +294,12 @@ def test_requests_finish_and_chunks_end_at_block_borders(vllm_config, first_seed
         assert trace.num_steps <= 2 * vllm_trace.num_steps + len(arrivals), (seed, engine_options)
         assert not trace.rejected_chunks, (seed, engine_options)
         for request_id, chunks in trace.chunks.items():
-            length = len(arrivals[int(request_id)][1])
-            if length < max(engine_options.min_length, engine_options.query_block):
+            prompt_length = len(arrivals[int(request_id)][1])
+            if prompt_length < max(engine_options.min_length, engine_options.query_block):
                 continue
             for _, start, end in chunks:
-                if end < length and end % engine_options.query_block:
-                    assert not possible_borders(engine_options, start, end), (
+                if end < prompt_length and end % engine_options.query_block:
+                    assert not find_possible_borders(engine_options, start, end), (
                         seed,
                         engine_options,
                         request_id,
@@ -297,17 +308,20 @@ def test_requests_finish_and_chunks_end_at_block_borders(vllm_config, first_seed
                     )
 
 
-def make_arrivals(*lengths):
-    """Return ``arrivals`` for `run`: prompts of these lengths in step 0, with one token each."""
-    return [(0, [n + 3] * length, 1) for n, length in enumerate(lengths)]
+def make_arrivals(*prompt_lengths):
+    """Return arrivals for `schedule_all`: prompts in step 0, with one token each to generate."""
+    return [
+        (0, [prompt_index + 3] * prompt_length, 1)
+        for prompt_index, prompt_length in enumerate(prompt_lengths)
+    ]
 
 
-def chunk_ends_of(trace, request_id):
+def read_chunk_ends(trace, request_id):
     return [end for _, _, end in trace.chunks[request_id]]
 
 
 @pytest.mark.parametrize(
-    ("engine_options", "length", "expected"),
+    ("engine_options", "prompt_length", "expected_ends"),
     [
         pytest.param(
             {"max_scheduled_tokens": 16},
@@ -324,16 +338,20 @@ def chunk_ends_of(trace, request_id):
         pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
     ],
 )
-def test_budget_below_block_size_lets_prompt_finish(vllm_config, engine_options, length, expected):
+def test_budget_below_block_size_lets_prompt_finish(
+    vllm_config, engine_options, prompt_length, expected_ends
+):
     engine_options = EngineOptions(**engine_options)
     assert (
-        chunk_ends_of(
+        read_chunk_ends(
             schedule_all(
-                make_scheduler(vllm_config, engine_options), engine_options, make_arrivals(length)
+                make_scheduler(vllm_config, engine_options),
+                engine_options,
+                make_arrivals(prompt_length),
             ),
             "0",
         )
-        == expected
+        == expected_ends
     )
 
 
@@ -343,11 +361,11 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
     trace = schedule_all(
         make_scheduler(vllm_config, engine_options), engine_options, make_arrivals(40, 40)
     )
-    assert chunk_ends_of(trace, "0") == chunk_ends_of(trace, "1") == [12, 24, 32, 40]
+    assert read_chunk_ends(trace, "0") == read_chunk_ends(trace, "1") == [12, 24, 32, 40]
 
 
 @pytest.mark.parametrize(
-    ("block_size", "max_batched_tokens", "length", "expected"),
+    ("block_size", "max_batched_tokens", "prompt_length", "expected_ends"),
     [
         # chunks end at common multiples: lcm(128, 96) = 384, and lcm(128, 288) = 1152
         (96, 512, 700, [384, 672, 700]),
@@ -357,7 +375,7 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
     ],
 )
 def test_hybrid_chunks_end_at_cached_mamba_states(
-    vllm_config, block_size, max_batched_tokens, length, expected
+    vllm_config, block_size, max_batched_tokens, prompt_length, expected_ends
 ):
     engine_options = EngineOptions(
         max_batched_tokens=max_batched_tokens,
@@ -366,12 +384,15 @@ def test_hybrid_chunks_end_at_cached_mamba_states(
         has_mamba=True,
         has_prefix_cache=True,
     )
-    scheduler, prompt = make_scheduler(vllm_config, engine_options), list(range(3, 3 + length))
+    scheduler, prompt = (
+        make_scheduler(vllm_config, engine_options),
+        list(range(3, 3 + prompt_length)),
+    )
     arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
     trace = schedule_all(scheduler, engine_options, arrivals)
-    assert chunk_ends_of(trace, "0") == expected
+    assert read_chunk_ends(trace, "0") == expected_ends
     # the second prompt reuses the last Mamba state of the first prompt in the prefix cache
-    assert trace.chunks["1"][0][1] == expected[-2]
+    assert trace.chunks["1"][0][1] == expected_ends[-2]
     assert not trace.rejected_chunks
 
 
@@ -387,7 +408,7 @@ def test_waiting_prompt_does_not_block_shorter_prompts(vllm_config):
 
 def test_decode_steps_with_small_remaining_budget_do_not_stall_prompt(vllm_config):
     engine_options = EngineOptions(max_batched_tokens=34, num_seqs=7)
-    decode_arrivals = [(0, [n + 3] * 4, 200) for n in range(5)]
+    decode_arrivals = [(0, [prompt_index + 3] * 4, 200) for prompt_index in range(5)]
     trace = schedule_all(
         make_scheduler(vllm_config, engine_options),
         engine_options,
@@ -423,8 +444,8 @@ def test_indivisible_image_is_not_split(vllm_config, is_indivisible, num_aligned
     scheduler.scheduler_config.disable_chunked_mm_input = is_indivisible
     request = make_request("0", [5] * 300, EngineOptions())
     # the image has tokens 40 to 109: the multiples 64 and 96 of the query block are inside
-    position = SimpleNamespace(offset=40, length=70)
-    request.mm_features = [SimpleNamespace(mm_position=position)]
+    image_position = SimpleNamespace(offset=40, length=70)
+    request.mm_features = [SimpleNamespace(mm_position=image_position)]
     scheduler.schedule()
     assert scheduler._mamba_block_aligned_split(request, 110) == num_aligned_tokens
 

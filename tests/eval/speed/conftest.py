@@ -10,7 +10,7 @@ def time_one_call_per_case():
     from cab_hf.experiment import provenance
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SECONDS_A_CASE", "WARM_UP_SECONDS"):
+        for name in ("MAX_CASE_SECONDS", "WARM_UP_SECONDS"):
             patch.setattr(timing, name, 0.0)
         for name in ("WARM_UP_CALLS", "MIN_RUNS", "MAX_RUNS"):
             patch.setattr(timing, name, 1)

@@ -22,7 +22,7 @@ CASE |= {"layout": "whole", "budget": 0.2}
 
 def measure_case(case, bench=None, **setting_fields):
     """Return the sample of a case; ``setting_fields`` are settings of a tiny layer."""
-    return measure_sample(Attention, tiny_settings(**setting_fields), case, bench)
+    return measure_sample(Attention, make_tiny_settings(**setting_fields), case, bench)
 
 
 def make_report_rows(samples):
@@ -30,7 +30,7 @@ def make_report_rows(samples):
     return Attention.rows(samples, {})
 
 
-def tiny_settings(**fields):
+def make_tiny_settings(**fields):
     """Return settings of a layer with few heads and channels."""
     return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
 
@@ -49,7 +49,7 @@ def make_sample(length, ms, baselines=None, direction="forward", budget=0.1, **r
     """
     case_fields = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
     num_pairs = length**2 / 4
-    shape_fields = {"batch": 1, "heads": 2, "blocks": "32x16", **Attention.ADDED}
+    shape_fields = {"batch": 1, "heads": 2, "blocks": "32x16", **Attention.ADDED_DEFAULTS}
     density_fields = {"density": 0.5, "listed_pairs": 2 * num_pairs}
     selects_blocks = direction == "forward" and budget != 1
     time_fields = {
@@ -83,15 +83,15 @@ def test_pairs_and_density_by_hand():
 
 
 def test_rates_by_hand():
-    forward, backward = make_report_rows(
+    forward_row, backward_row = make_report_rows(
         [make_sample(1000, 2.0, {"FA3": 4.0}), make_sample(1000, 2.0, {"FA4": 4.0}, "backward")]
     )
     # 4 operations per pair and channel, and 500,000 pairs in the selected blocks of two heads
-    assert forward["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
-    assert forward["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
-    assert (forward["engine"], forward["ms"], forward["ratio"]) == ("triton", 3.0, 0.75)
-    assert backward["tflops"]["triton"] == pytest.approx(2.5 * forward["tflops"]["triton"])
-    assert (backward["ms"], backward["ratio"]) == (2.0, 0.5)
+    assert forward_row["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
+    assert forward_row["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
+    assert (forward_row["engine"], forward_row["ms"], forward_row["ratio"]) == ("triton", 3.0, 0.75)
+    assert backward_row["tflops"]["triton"] == pytest.approx(2.5 * forward_row["tflops"]["triton"])
+    assert (backward_row["ms"], backward_row["ratio"]) == (2.0, 0.5)
     # the ratio is the time of CAB divided by the time of the fastest baseline
     (row,) = make_report_rows([make_sample(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
     assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
@@ -102,8 +102,8 @@ def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     monkeypatch.setattr(
         dense, "measure_baselines", lambda *_, backward, **__: calls.append(backward) or {}
     )
-    bench, settings = FakeBench(), tiny_settings(lengths=(96,), densities=(0.2, 1.0))
-    for case in settings.requested_cases():
+    bench, settings = FakeBench(), make_tiny_settings(lengths=(96,), densities=(0.2, 1.0))
+    for case in settings.list_requested_cases():
         measure_sample(Attention, settings, case, bench)
     assert calls == [False, True]
 
@@ -117,16 +117,16 @@ def test_graph_capture_error_is_reported():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_sinks_are_included_in_time(monkeypatch, direction):
-    shapes = []
+    sink_shapes = []
 
-    def with_sinks(out, lse, sinks):
-        shapes.append(sinks.shape)
+    def record_shape_and_apply_sinks(out, lse, sinks):
+        sink_shapes.append(sinks.shape)
         return reference.with_sinks(out, lse, sinks)
 
-    monkeypatch.setattr(layout, "with_sinks", with_sinks)
+    monkeypatch.setattr(layout, "with_sinks", record_shape_and_apply_sinks)
     row = measure_case(CASE | {"direction": direction}, sinks=True)
     assert row["attend_ms"] and not row["not_measured"]
-    assert set(shapes) == {(4,)}
+    assert set(sink_shapes) == {(4,)}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -193,27 +193,29 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 
 
 def test_exact_rows_equal_full_output():
-    settings = tiny_settings()
-    q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
-    plan = settings.planner(CASE)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
-    full = REFERENCE.attention(q, k, v, plan, scale=0.25)
+    settings = make_tiny_settings()
+    q, k, v = settings.draw_random_heads(300, 16, torch.device("cpu"), "qkv")
+    plan = settings.make_planner(CASE)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
+    full_output = REFERENCE.attention(q, k, v, plan, scale=0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        actual = dense.exact_attention(q, k, v, plan, start=start, stop=stop)
-        torch.testing.assert_close(actual, full[:, :, start:stop])
+        exact_rows = dense.compute_exact_attention(
+            q, k, v, plan, start_query=start, stop_query=stop
+        )
+        torch.testing.assert_close(exact_rows, full_output[:, :, start:stop])
 
 
-SDPA = dense.CPU_BASELINES["SDPA"]
+SDPA_BASELINE = dense.CPU_BASELINES["SDPA"]
 
 
-def time_given_baselines(baselines, backward=False, head_dim=16):
+def time_baselines(baselines, backward=False, head_dim=16):
     """Return the times of ``baselines`` by `dense.measure_baselines`."""
-    q, k, v = tiny_settings().random_heads(300, head_dim, torch.device("cpu"), "qkv")
+    q, k, v = make_tiny_settings().draw_random_heads(300, head_dim, torch.device("cpu"), "qkv")
     return dense.measure_baselines(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
 
 
 def test_unsupported_head_dim_is_reported():
-    narrow_baseline = dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS)
-    results_by_field = time_given_baselines({"FA3": narrow_baseline, "SDPA": SDPA}, head_dim=320)
+    narrow_baseline = dense.Baseline(lambda: None, head_dims=dense.FLASH_HEAD_DIMS)
+    results_by_field = time_baselines({"FA3": narrow_baseline, "SDPA": SDPA_BASELINE}, head_dim=320)
     assert results_by_field["not_measured"] == {"FA3": "it supports head dims 1 to 256, not 320"}
     assert results_by_field["baselines"] == {"SDPA": 2.0}
 
@@ -224,9 +226,9 @@ def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
 
     def attend(q, k, v, scale):
         kv_heads.append((k.shape[1], v.shape[1]))
-        return SDPA.load()(q, k, v, scale)
+        return SDPA_BASELINE.load_kernel()(q, k, v, scale)
 
-    results_by_field = time_given_baselines(
+    results_by_field = time_baselines(
         {"efficient": dense.Baseline(lambda: attend, supports_gqa=False)}, backward
     )
     assert results_by_field["not_measured"] == {} and set(kv_heads) == {(4, 4)}
@@ -234,11 +236,11 @@ def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
 
 def test_baseline_with_wrong_gradient_is_not_timed():
     def attend(q, k, v, scale):
-        return SDPA.load()(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
+        return SDPA_BASELINE.load_kernel()(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
 
     wrong_baselines = {"FA4": dense.Baseline(lambda: attend)}
-    assert time_given_baselines(wrong_baselines)["baselines"] == {"FA4": 2.0}
-    error = time_given_baselines(wrong_baselines, backward=True)["not_measured"]["FA4"]
+    assert time_baselines(wrong_baselines)["baselines"] == {"FA4": 2.0}
+    error = time_baselines(wrong_baselines, backward=True)["not_measured"]["FA4"]
     assert "in the gradient of v at 300 tokens" in error
 
 
@@ -246,7 +248,7 @@ def test_baseline_with_wrong_gradient_is_not_timed():
 def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
     def attend(q, k, v, is_causal, scale, enable_gqa, backend):
         assert is_causal and enable_gqa and backend == "cutedsl"
-        return SDPA.load()(q, k, v, scale)
+        return SDPA_BASELINE.load_kernel()(q, k, v, scale)
 
     class Meta:
         from_kwargs = classmethod(lambda cls, backend: cls())
@@ -256,9 +258,7 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
     package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
     monkeypatch.setitem(sys.modules, "ffpa_attn", package)
     monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
-    results_by_field = time_given_baselines(
-        {"ffpa CuTe": dense.GPU_BASELINES["ffpa CuTe"]}, head_dim=320
-    )
+    results_by_field = time_baselines({"ffpa CuTe": dense.GPU_BASELINES["ffpa CuTe"]}, head_dim=320)
     if falls_back:
         assert results_by_field["not_measured"] == {"ffpa CuTe": "it would call SDPA instead"}
     else:
@@ -278,15 +278,15 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
     ids=["between two lengths", "last crossing", "at a length", "always", "never"],
 )
 def test_break_even_length_is_interpolated(points, length, message):
-    assert dense.break_even(points) == (None if length is None else pytest.approx(length))
+    assert dense.find_break_even(points) == (None if length is None else pytest.approx(length))
     rows = [{"length": length, "ratio": ratio} for length, ratio in points]
     assert message in dense.describe_break_even(rows)
 
 
 def test_budgeted_config_has_max_density_and_zero_threshold():
-    config = tiny_settings().config_for_case(CASE)
+    config = make_tiny_settings().make_config_for_case(CASE)
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.2, 0.0, 0)
     assert (config.query_block, config.key_block) == (32, 16)
-    settings = tiny_settings(cab=("mass_threshold=0.08", "typical_queries=4"))
-    config = settings.config_for_case(CASE)
+    settings = make_tiny_settings(cab=("mass_threshold=0.08", "typical_queries=4"))
+    config = settings.make_config_for_case(CASE)
     assert (config.mass_threshold, config.typical_queries) == (0.08, 4)

@@ -52,10 +52,10 @@ def make_settings(**fields):
 def test_killed_run_continues(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED_RUN_SCRIPT)
-    words = ["speed", "context-parallel", *QUICK_OPTIONS, "--out", str(folder)]
-    assert run_torchrun([str(script), "7", *words]).returncode != 0
+    arguments = ["speed", "context-parallel", *QUICK_OPTIONS, "--out", str(folder)]
+    assert run_torchrun([str(script), "7", *arguments]).returncode != 0
     interrupted_log = (folder / "samples.jsonl").read_text()
-    process = run_torchrun([str(script), "0", *words])
+    process = run_torchrun([str(script), "0", *arguments])
     assert process.returncode == 0, process.stderr[-3000:]
     complete_log = (folder / "samples.jsonl").read_text()
     # the logs have a header, and six or ten cases
@@ -126,7 +126,7 @@ def patch_inputs(group, patch):
     def run_out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB. GPU 0")
 
-    patch.setattr(Settings, "random_heads", run_out_of_memory)
+    patch.setattr(Settings, "draw_random_heads", run_out_of_memory)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def call_on_failing_ranks(group, failing_ranks):
     """Call `RankGroup.call_on_all_ranks` with a function that fails on the ranks ``failing_ranks``.
 
     Returns:
-        The results of `call_on_all_ranks` and `from_rank_0`, or the error message.
+        The results of `call_on_all_ranks` and `broadcast_from_rank_0`, or the error message.
     """
     rank_group = RankGroup(group, group)
 
@@ -221,7 +221,9 @@ def call_on_failing_ranks(group, failing_ranks):
         return group.rank()
 
     try:
-        return rank_group.call_on_all_ranks(call), rank_group.from_rank_0(group.rank() + 5)
+        return rank_group.call_on_all_ranks(call), rank_group.broadcast_from_rank_0(
+            group.rank() + 5
+        )
     except RuntimeError as error:
         return str(error)
 

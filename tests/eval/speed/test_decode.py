@@ -11,10 +11,17 @@ from torch.nn import functional as F
 
 from cab_hf.eval.speed import decode, dense
 from cab_hf.eval.speed.decode import Decode, Settings
-from cab_hf.eval.speed.model import random_cache, random_model
+from cab_hf.eval.speed.model import make_random_cache, make_random_model
 from cab_hf.ops import decode as ops
 
-TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
+TINY_SIZES = {
+    "layers": 2,
+    "hidden": 48,
+    "intermediate": 48,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
 ATTENTION_CASE = {
     "part": "attention",
     "length": 600,
@@ -25,61 +32,71 @@ ATTENTION_CASE = {
 }
 MODEL_CASE = ATTENTION_CASE | {"part": "model", "mode": "static"}
 TINY_OPTIONS = [
-    word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)
+    word for name, value in TINY_SIZES.items() for word in (f"--{name.replace('_', '-')}", value)
 ]
 TINY_OPTIONS = [*map(str, TINY_OPTIONS), "--seconds", "0", "--steps", "2"]
 
 
-def tiny_settings(**fields):
+def make_tiny_settings(**fields):
     """Return settings of a tiny model and one case; ``fields`` replaces fields."""
-    cases = {"lengths": (600,), "batches": (2,), "budgets": (128,), "steps": 3, "seconds": 0.0}
-    return Settings(device="cpu", **{**TINY, **cases, **fields})
+    case_fields = {
+        "lengths": (600,),
+        "batches": (2,),
+        "budgets": (128,),
+        "steps": 3,
+        "seconds": 0.0,
+    }
+    return Settings(device="cpu", **{**TINY_SIZES, **case_fields, **fields})
 
 
 def make_step(settings):
     """Return random inputs of a step with 600 keys, batch 2 and head dim 16."""
-    return decode.random_step(settings, 600, 2, 16, device=torch.device("cpu"))
+    return decode.make_random_step(settings, 600, 2, 16, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
 def test_dense_baselines_of_cpu_are_timed(name):
-    step = make_step(tiny_settings())
+    step = make_step(make_tiny_settings())
     result = F.scaled_dot_product_attention(step.q, step.k, step.v, enable_gqa=True)
-    torch.testing.assert_close(step.expected, result)
+    torch.testing.assert_close(step.expected_out, result)
     torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
-    torch.testing.assert_close(decode.DENSE_KERNELS[name](step)(), step.expected)
-    row = measure_sample(Decode, tiny_settings(), ATTENTION_CASE | {"way": name, "budget": None})
+    torch.testing.assert_close(decode.DENSE_KERNELS[name](step)(), step.expected_out)
+    row = measure_sample(
+        Decode, make_tiny_settings(), ATTENTION_CASE | {"way": name, "budget": None}
+    )
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
     # K and V of 600 tokens, for a batch of 2, 2 KV heads and 16 channels in float32
     assert row["bytes"] == 2 * 600 * 2 * 2 * 16 * 4
 
 
 def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
-    step = make_step(tiny_settings())
+    step = make_step(make_tiny_settings())
 
     def kernel(q, k, v, softmax_scale, cache_seqlens, causal):
         assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
         assert k.data_ptr() == step.k.data_ptr() and cache_seqlens.tolist() == [600, 600]
-        return step.expected.transpose(1, 2), "log-sum-exp"
+        return step.expected_out.transpose(1, 2), "log-sum-exp"
 
     module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = kernel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    torch.testing.assert_close(decode.DENSE_KERNELS["FA3"](step)(), step.expected)
+    torch.testing.assert_close(decode.DENSE_KERNELS["FA3"](step)(), step.expected_out)
 
 
 def test_wrong_kernel_has_error_row(monkeypatch):
     def make_zeros_call(step):
-        return lambda: torch.zeros_like(step.expected)
+        return lambda: torch.zeros_like(step.expected_out)
 
     monkeypatch.setitem(decode.DENSE_KERNELS, "SDPA", make_zeros_call)
-    row = measure_sample(Decode, tiny_settings(), ATTENTION_CASE | {"way": "SDPA", "budget": None})
+    row = measure_sample(
+        Decode, make_tiny_settings(), ATTENTION_CASE | {"way": "SDPA", "budget": None}
+    )
     assert row["ms"] is None and "wrong by 1" in row["error"]
 
 
 def test_bytes_of_cab_step_by_hand():
-    settings = tiny_settings(lengths=(600,))
+    settings = make_tiny_settings(lengths=(600,))
     row = measure_sample(Decode, settings, ATTENTION_CASE)
     assert row["error"] is None and row["full_error"] < 1e-5
     assert (row["ms"], row["index_ms"], row["choose_ms"], row["attend_ms"]) == (2.0,) * 4
@@ -103,7 +120,8 @@ def test_step_writes_index_of_new_key(monkeypatch):
 
     monkeypatch.setattr(ops, "write_index", record_position_and_write)
     assert (
-        measure_sample(Decode, tiny_settings(), ATTENTION_CASE | {"budget": 600})["error"] is None
+        measure_sample(Decode, make_tiny_settings(), ATTENTION_CASE | {"budget": 600})["error"]
+        is None
     )
     # each step writes one key, at the last position
     assert set(written_positions) == {(1, 599)}
@@ -114,21 +132,21 @@ def test_step_writes_index_of_new_key(monkeypatch):
 def test_wrong_cab_step_is_not_timed(monkeypatch):
     attend = ops.attend
 
-    def wrong_unless_all_keys_are_selected(q, k, v, choice, **options):
+    def attend_wrongly_to_selected_keys(q, k, v, choice, **options):
         v = v if choice.to_mask().all() else v.roll(1, dims=2)
         return attend(q, k, v, choice, **options)
 
-    monkeypatch.setattr(ops, "attend", wrong_unless_all_keys_are_selected)
-    row = measure_sample(Decode, tiny_settings(), ATTENTION_CASE)
+    monkeypatch.setattr(ops, "attend", attend_wrongly_to_selected_keys)
+    row = measure_sample(Decode, make_tiny_settings(), ATTENTION_CASE)
     assert row["ms"] is None and "over the selected keys" in row["error"]
 
 
 @torch.no_grad()
 def test_steps_write_tokens_and_match_between_caches():
-    model = random_model(tiny_settings())
+    model = make_random_model(make_tiny_settings())
     caches = []
     for is_static in (True, False):
-        cache = random_cache(model, 40, 2, num_slots=decode.SLOT_MULTIPLE if is_static else 0)
+        cache = make_random_cache(model, 40, 2, num_slots=decode.SLOT_MULTIPLE if is_static else 0)
         step = decode.make_decode_step(model, cache, 2, is_compiled=False)
         for _ in range(4):
             step()
@@ -142,7 +160,7 @@ def test_steps_write_tokens_and_match_between_caches():
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_model_row_counts_cache_and_index(mode, monkeypatch):
-    settings, choose_mock = tiny_settings(), Mock(wraps=ops.choose)
+    settings, choose_mock = make_tiny_settings(), Mock(wraps=ops.choose)
     monkeypatch.setattr(ops, "choose", choose_mock)
     dense_row = measure_sample(
         Decode, settings, MODEL_CASE | {"mode": mode, "way": "sdpa", "budget": None}
@@ -196,8 +214,10 @@ def test_cab_is_compared_with_fastest_dense_kernel():
     assert (model_row["baseline"], model_row["over_best"]) == ("sdpa dynamic", 1.6)
     assert model_row["over_same"] == 2.0
     header, _, *lines = Decode.tables(rows)["All cases"].splitlines()
-    cells = [dict(zip(header.split(" | "), x.split(" | "), strict=True)) for x in lines]
-    (cab_cells,) = (x for x in cells if (x["attention"], x["mode"]) == ("cab", "compiled"))
+    cells = [dict(zip(header.split(" | "), line.split(" | "), strict=True)) for line in lines]
+    (cab_cells,) = (
+        line for line in cells if (line["attention"], line["mode"]) == ("cab", "compiled")
+    )
     assert (cab_cells["ms"], cab_cells["baseline"], cab_cells["speed-up"]) == (
         "5.00",
         "sdpa dynamic",
@@ -207,12 +227,18 @@ def test_cab_is_compared_with_fastest_dense_kernel():
 
 @pytest.mark.gpu
 def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
-    shape = {"layers": 2, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
+    shape_fields = {"layers": 2, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
     settings = Settings(
-        **shape, vocab=512, lengths=(8192,), batches=(2,), budgets=(512,), steps=4, seconds=0.0
+        **shape_fields,
+        vocab=512,
+        lengths=(8192,),
+        batches=(2,),
+        budgets=(512,),
+        steps=4,
+        seconds=0.0,
     )
     experiment = Decode(settings)
-    samples = [{**case, **experiment.measure(case)} for case in settings.requested_cases()]
+    samples = [{**case, **experiment.measure(case)} for case in settings.list_requested_cases()]
     rows = Decode.rows(samples, {})
     for row in rows:
         if row["way"] in ("SDPA", "transformers", "flash", "sdpa", "cab"):
@@ -225,7 +251,7 @@ def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
 
 def test_decode_run_writes_all_rows(tmp_path):
     options = (*TINY_OPTIONS, "--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    rows = run_speed("decode", tmp_path, options, draws_figure=True)["rows"]
+    rows = run_speed("decode", tmp_path, options, should_draw_figure=True)["rows"]
     # four pairs of length and batch: two kernels and cab, and three modes of sdpa and of cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
     failed_names = {

@@ -18,7 +18,7 @@ CASE = {"length": 256, "head_dim": 16, "direction": "forward", "blocks": "32x16"
 CASE |= {"layout": "whole", "budget": 0.2}
 
 
-def tiny_settings(**fields):
+def make_tiny_settings(**fields):
     """Return settings of a layer with few heads and channels."""
     return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
 
@@ -42,7 +42,7 @@ def test_first_capture_error_is_reported():
 
 
 def test_inputs_have_the_memory_layout_of_transformers():
-    q, k = tiny_settings().random_heads(300, 16, torch.device("cpu"), "qk")
+    q, k = make_tiny_settings().draw_random_heads(300, 16, torch.device("cpu"), "qk")
     assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
     assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
 
@@ -79,20 +79,20 @@ def test_ratio_uses_preferred_or_fastest_baseline(baseline_ms, expected_name):
 
 
 def test_wrong_dense_kernel_is_not_measured(monkeypatch):
-    attend = dense.CPU_BASELINES["SDPA"].load()
+    attend = dense.CPU_BASELINES["SDPA"].load_kernel()
 
     def attend_with_keys_and_values_swapped(q, k, v, scale):
         return attend(q, v.expand_as(k), k, scale)
 
     wrong_baseline = dense.Baseline(lambda: attend_with_keys_and_values_swapped)
     monkeypatch.setattr(dense, "CPU_BASELINES", {"bad": wrong_baseline})
-    row = measure_sample(Attention, tiny_settings(), CASE, timing.Bench("cpu"))
+    row = measure_sample(Attention, make_tiny_settings(), CASE, timing.Bench("cpu"))
     assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
 
 
 def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_path):
     shape_options = "--heads 4 --kv-heads 2 --head-dims 16 --seconds 0 --directions forward"
-    words = [
+    options = [
         *shape_options.split(),
         "--lengths",
         "192,384",
@@ -101,14 +101,14 @@ def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_p
         "--dense-up-to",
         "192",
     ]
-    cascade_fields = (
+    cascade_assignments = (
         "predictor=cascade",
         "anchors=[3]",
         "mass_threshold=0.2",
         "share_threshold=0.5",
     )
-    words += [word for each in cascade_fields for word in ("--cab", each)]
-    short_row, long_row = run_speed("attention", tmp_path, words)["rows"]
+    options += [option for assignment in cascade_assignments for option in ("--cab", assignment)]
+    short_row, long_row = run_speed("attention", tmp_path, options)["rows"]
     assert long_row["baselines"] == {} and long_row["extrapolated"] is True
     assert long_row["baseline_ms"] == pytest.approx(4 * short_row["baseline_ms"])
     assert short_row["predict_ms"] > 0 and 0 < short_row["density"] < 1
@@ -119,15 +119,15 @@ def test_flash_attn_functions_get_token_major_views(monkeypatch):
         assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
         assert q.is_contiguous() and causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = dense.CPU_BASELINES["SDPA"].load()(q, k, v, softmax_scale)
+        out = dense.CPU_BASELINES["SDPA"].load_kernel()(q, k, v, softmax_scale)
         return out.transpose(1, 2), "log-sum-exp"
 
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = kernel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    q, k, v = tiny_settings().random_heads(300, 16, torch.device("cpu"), "qkv")
-    dense.check_dense(dense.GPU_BASELINES["FA3"].load(), q, k, v)
+    q, k, v = make_tiny_settings().draw_random_heads(300, 16, torch.device("cpu"), "qkv")
+    dense.check_dense(dense.GPU_BASELINES["FA3"].load_kernel(), q, k, v)
 
 
 @pytest.mark.gpu

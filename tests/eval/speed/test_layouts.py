@@ -13,20 +13,22 @@ from cab_hf.eval.speed.layouts import LAYOUTS, PACKED, PADDED, WHOLE, Sequences
 from cab_hf.ops import reference
 
 # few forced blocks, so that blocks of 192 tokens can be skipped
-BLOCKS = ("local_blocks=1", "dense_tail_blocks=0")
+FORCED_BLOCK_ASSIGNMENTS = ("local_blocks=1", "dense_tail_blocks=0")
 
 
-def tiny_settings(**fields):
+def make_tiny_settings(**fields):
     """Return settings of a layer with few heads and channels, and a batch of two."""
-    shape = {"heads": 4, "kv_heads": 2, "head_dims": (16,), "batch": 2, "seconds": 0.0}
-    return Settings(device="cpu", cab=BLOCKS, **{**shape, **fields})
+    shape_fields = {"heads": 4, "kv_heads": 2, "head_dims": (16,), "batch": 2, "seconds": 0.0}
+    return Settings(device="cpu", cab=FORCED_BLOCK_ASSIGNMENTS, **{**shape_fields, **fields})
 
 
 def measure_case(layout, **fields):
     """Return the result record of a case with this layout; ``fields`` override the case."""
-    case = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
-    settings = tiny_settings(layouts=(layout,), directions=("forward",))
-    return measure_sample(Attention, settings, {**case, "layout": layout, "budget": 0.3, **fields})
+    case_fields = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
+    settings = make_tiny_settings(layouts=(layout,), directions=("forward",))
+    return measure_sample(
+        Attention, settings, {**case_fields, "layout": layout, "budget": 0.3, **fields}
+    )
 
 
 def draw_sequences(layout, batch, length):
@@ -39,11 +41,11 @@ def test_drawn_lengths_are_between_half_and_full_length(layout):
     sequences = draw_sequences(layout, batch=3, length=200)
     *other_lengths, last_length = sequences.lengths
     assert all(100 <= length <= 200 for length in other_lengths) and last_length <= 200
-    assert sequences.cu_seq_lens.tolist()[-1] == sum(sequences.lengths)
+    assert sequences.cu_seqlens.tolist()[-1] == sum(sequences.lengths)
     if layout == PACKED:
         assert (sequences.num_rows, sequences.num_slots, sum(sequences.lengths)) == (1, 600, 600)
         starts = [start for _, start, _ in sequences.spans]
-        assert starts == sequences.cu_seq_lens.tolist()[:-1]
+        assert starts == sequences.cu_seqlens.tolist()[:-1]
     else:
         assert (sequences.num_rows, sequences.num_slots, len(sequences.spans)) == (3, 200, 3)
         assert all(stop == 200 for _, _, stop in sequences.spans)
@@ -53,15 +55,15 @@ def test_drawn_lengths_are_between_half_and_full_length(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mask_equals_key_ranges(layout):
     sequences = draw_sequences(layout, batch=2, length=40)
-    slots, ranges = sequences.num_slots, sequences.ranges
-    mask = sequences.mask().dense_mask(0, slots, 0, slots, "cpu")[:, 0]
-    key = torch.arange(slots)
-    in_range = (key >= ranges.start[..., None]) & (key <= ranges.end[..., None])
+    num_slots, ranges = sequences.num_slots, sequences.ranges
+    mask = sequences.make_mask().dense_mask(0, num_slots, 0, num_slots, "cpu")[:, 0]
+    key_index = torch.arange(num_slots)
+    is_in_range = (key_index >= ranges.start[..., None]) & (key_index <= ranges.end[..., None])
     is_real = ranges.end >= 0
-    assert torch.equal(mask.expand_as(in_range)[is_real], in_range[is_real])
+    assert torch.equal(mask.expand_as(is_in_range)[is_real], is_in_range[is_real])
 
 
-def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+def attend_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     """Compute varlen attention as in flash-attn, one sequence at a time."""
     assert max_seqlen_q == max_seqlen_k and options.pop("causal")
     out = torch.empty_like(q)
@@ -86,24 +88,24 @@ def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
 def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
     module = ModuleType("flash_attn_interface")
-    module.flash_attn_varlen_func = flash_varlen
+    module.flash_attn_varlen_func = attend_varlen
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
     sequences = draw_sequences(layout, batch=2, length=96)
-    q, k, v = tiny_settings().random_heads(
+    q, k, v = make_tiny_settings().draw_random_heads(
         sequences.num_slots, 16, "cpu", "qkv", sequences.num_rows
     )
-    sequences.check(
+    sequences.check_kernel(
         layouts._wrap_varlen(sequences, layouts.VARLEN_KERNELS[0][1]), q, k, v, backward=False
     )
     # the check fails for attention across sequences
-    attend_across = dense.baselines_on("cpu")["SDPA"].load()
+    attend_across = dense.get_baselines("cpu")["SDPA"].load_kernel()
     with pytest.raises(ArithmeticError, match="wrong by"):
-        sequences.check(attend_across, q, k, v, backward=False)
+        sequences.check_kernel(attend_across, q, k, v, backward=False)
 
 
 def test_kernel_attending_across_sequences_is_not_timed(monkeypatch):
-    attend_across = dense.baselines_on("cpu")["SDPA"].load()
+    attend_across = dense.get_baselines("cpu")["SDPA"].load_kernel()
     monkeypatch.setattr(layouts, "_make_masked_sdpa", lambda *_: attend_across)
     row = measure_case(PACKED, length=160)
     assert row["not_measured"]["masked SDPA"].startswith("ArithmeticError: wrong by")

@@ -6,16 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import TINY_SIZES, FakeBench, measure_sample, run_speed
+from bench import TINY_MODEL_SIZES, FakeBench, measure_sample, run_speed
 
-from cab_hf.eval.fits import Prompts
+from cab_hf.eval.fits import MemoryModel
 from cab_hf.eval.speed import model
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
-SMALL_BLOCKS = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
+SMALL_BLOCK_ASSIGNMENTS = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
 SEARCH_OPTIONS = ["--layers", "1", "--chunk", "64", "--multiple", "64", "--runs", "1", "--longest"]
-SEARCH_OPTIONS += [word for each in SMALL_BLOCKS for word in ("--cab", each)]
+SEARCH_OPTIONS += [
+    option for assignment in SMALL_BLOCK_ASSIGNMENTS for option in ("--cab", assignment)
+]
 
 
 def make_case(length, implementation="cab-always"):
@@ -25,16 +27,16 @@ def make_case(length, implementation="cab-always"):
 
 
 class GpuBench(FakeBench):
-    """A fake timer of a GPU with ``limit`` MiB of memory; n tokens need 100 + n / 2 MiB."""
+    """A fake timer of a GPU with ``limit_mib`` MiB of memory; n tokens need 100 + n / 2 MiB."""
 
-    def __init__(self, limit=500.0):
+    def __init__(self, limit_mib=500.0):
         super().__init__()
-        self.limit = limit
+        self.limit_mib = limit_mib
 
     def time_runs(self, call, num_runs, before_run=lambda: None):
         length = int(call().past_key_values.get_seq_length())
         peak_mib = 100.0 + length / 2
-        if peak_mib > self.limit:
+        if peak_mib > self.limit_mib:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
         return [10.0 * length] * num_runs, peak_mib / 1024
 
@@ -44,16 +46,23 @@ class GpuBench(FakeBench):
 
 def make_settings(length, implementations=("cab-always",), **fields):
     """Return settings of a tiny model and one length, in chunks of 64 tokens."""
-    case = {
+    case_fields = {
         "lengths": (length,),
         "chunk": 64,
-        "cab": SMALL_BLOCKS,
+        "cab": SMALL_BLOCK_ASSIGNMENTS,
         "implementations": implementations,
     }
-    return Settings(device="cpu", **case, **TINY_SIZES, **fields)
+    return Settings(device="cpu", **case_fields, **TINY_MODEL_SIZES, **fields)
 
 
-def run_search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=0, drawn=False):
+def run_search(
+    tmp_path,
+    monkeypatch,
+    bench,
+    implementations="cab-always",
+    estimated_tokens=0,
+    should_draw_figure=False,
+):
     """Run ``speed ttft --longest``, and return its rows, including those of the search.
 
     Args:
@@ -61,8 +70,8 @@ def run_search(tmp_path, monkeypatch, bench, implementations="cab-always", estim
         monkeypatch: fixture of pytest.
         bench: a `GpuBench`; None if nothing is measured.
         implementations: value of --implementations.
-        estimate: estimated longest prompt, in tokens; 0 for no estimate.
-        drawn: True to draw the figure.
+        estimated_tokens: estimated longest prompt, in tokens; 0 for no estimate.
+        should_draw_figure: True to draw the figure.
     """
 
     @contextmanager
@@ -73,33 +82,34 @@ def run_search(tmp_path, monkeypatch, bench, implementations="cab-always", estim
 
     monkeypatch.setattr(model, "prepare_prefill", fake_prefill)
     monkeypatch.setattr(Ttft, "bench", bench)
-    monkeypatch.setattr(Ttft, "estimated_tokens", lambda *_: estimate)
-    words = [*SEARCH_OPTIONS, "--lengths", "256,512", "--implementations", implementations]
-    return run_speed("ttft", tmp_path, words, draws_figure=drawn)["rows"]
+    monkeypatch.setattr(Ttft, "estimate_tokens", lambda *_: estimated_tokens)
+    search_options = [*SEARCH_OPTIONS, "--lengths", "256,512", "--implementations", implementations]
+    results = run_speed("ttft", tmp_path, search_options, should_draw_figure=should_draw_figure)
+    return results["rows"]
 
 
 @pytest.mark.parametrize("length", [192, 200])
 def test_chunked_prompt_logits_equal_whole_prompt(length):
     settings = make_settings(length, max_density=("1.0",))
     with model.prepare_prefill(settings, length, "sdpa") as (call, *_):
-        expected = call().logits
+        expected_logits = call().logits
     with model.prepare_prefill(settings, length, "cab-always", settings.chunk) as (call, *_):
         output = call()
-    torch.testing.assert_close(output.logits, expected)
+    torch.testing.assert_close(output.logits, expected_logits)
     assert output.logits.shape == (1, 1, settings.vocab)
     cache = output.past_key_values
     assert cache.get_seq_length() == length == cache.get_max_length()
     cache_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    assert settings.cache_gib(length) == cache_bytes / 2**30
+    assert settings.compute_cache_gib(length) == cache_bytes / 2**30
 
 
 def test_random_model_is_cached():
     settings, bench = make_settings(192), GpuBench()
     models = []
-    bench.available_gib = lambda: models.append(model.random_model(settings)) or 500.0 / 1024
+    bench.available_gib = lambda: models.append(model.make_random_model(settings)) or 500.0 / 1024
     measure_sample(Ttft, settings, make_case(192), bench)
     with model.prepare_prefill(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN_VARIANT):
-        models.append(model.random_model(settings, model.PLAIN_VARIANT))
+        models.append(model.make_random_model(settings, model.PLAIN_VARIANT))
     assert len({id(each) for each in models}) == 1
 
 
@@ -109,7 +119,7 @@ def test_longest_row_by_hand():
     (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
     assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
-    assert row["cache_gib"] == settings.cache_gib(192)
+    assert row["cache_gib"] == settings.compute_cache_gib(192)
     assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
     # the density is high, because half of each chunk is dense tail
     assert 0 < row["density"] < 0.8
@@ -124,12 +134,14 @@ def test_longest_row_by_hand():
     ],
 )
 def test_search_runs_longest_length(tmp_path, monkeypatch, limit_mib, fits_by_length):
-    rows = run_search(tmp_path, monkeypatch, GpuBench(limit_mib), drawn=limit_mib == 430.0)
+    rows = run_search(
+        tmp_path, monkeypatch, GpuBench(limit_mib), should_draw_figure=limit_mib == 430.0
+    )
     assert {row["length"]: row["fits"] for row in rows if row["sought"]} == fits_by_length
     assert [row["length"] for row in rows] == sorted({256, 512, *fits_by_length})
     for row in rows:
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
-    (sentence,) = Ttft.readings(rows)
+    (sentence,) = Ttft.summary_sentences(rows)
     longest = max(length for length, fits in fits_by_length.items() if fits)
     assert sentence.startswith(f"{longest} tokens are the longest")
     assert f"{longest + 64} tokens do not fit" in sentence
@@ -138,10 +150,10 @@ def test_search_runs_longest_length(tmp_path, monkeypatch, limit_mib, fits_by_le
 
 
 def test_search_starts_near_estimate(tmp_path, monkeypatch):
-    rows = run_search(tmp_path, monkeypatch, GpuBench(), estimate=900)
+    rows = run_search(tmp_path, monkeypatch, GpuBench(), estimated_tokens=900)
     # the search starts at .9 and 1.1 of the estimate, rounded down to multiples of 64
     assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960]
-    (sentence,) = Ttft.readings(rows)
+    (sentence,) = Ttft.summary_sentences(rows)
     assert sentence.endswith("832 tokens do not fit; estimated: 900.")
 
 
@@ -150,18 +162,18 @@ def test_whole_prompt_estimate_equals_fits():
     settings = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
     experiment = Ttft(settings)
     experiment.bench = GpuBench()
-    prompts = Prompts.of(model.model_config(settings))
+    prompts = MemoryModel.from_config(model.make_model_config(settings))
     expected = prompts.find_longest(500 * 2**20, None, "dynamic")
-    assert 0 < experiment.estimated_tokens("cab") <= expected < experiment.estimated_tokens("sdpa")
+    assert 0 < experiment.estimate_tokens("cab") <= expected < experiment.estimate_tokens("sdpa")
     case = make_case(200, "cab")
     (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
-    assert row["estimate"] == experiment.estimated_tokens("cab") and row["error"] is None
+    assert row["estimate"] == experiment.estimate_tokens("cab") and row["error"] is None
 
 
 def test_search_covers_every_implementation(tmp_path, monkeypatch):
     names = ["cab_dense", "cab"]
     rows = run_search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(names))
-    sentences = [line for line in Ttft.readings(rows) if "are the longest" in line]
+    sentences = [line for line in Ttft.summary_sentences(rows) if "are the longest" in line]
     for name, sentence in zip(names, sentences, strict=True):
         fitting = [row["length"] for row in rows if row["implementation"] == name and row["fits"]]
         assert max(fitting) == 768
@@ -176,5 +188,9 @@ def test_other_errors_end_the_search(tmp_path, monkeypatch):
                 raise RuntimeError("a kernel is wrong")
             return ms, peak_gib
 
-    last = run_search(tmp_path, monkeypatch, BenchWithWrongKernel())[-2]
-    assert (last["length"], last["fits"], last["error"]) == (768, None, "a kernel is wrong")
+    failed_row = run_search(tmp_path, monkeypatch, BenchWithWrongKernel())[-2]
+    assert (failed_row["length"], failed_row["fits"], failed_row["error"]) == (
+        768,
+        None,
+        "a kernel is wrong",
+    )

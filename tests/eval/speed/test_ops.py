@@ -13,8 +13,8 @@ from marks import NEEDS_SERVING
 
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.archive import REMOVED_COMMANDS
-from cab_hf.eval.experiment import find_experiment_class, named, read_provenance, render
-from cab_hf.eval.report import digits
+from cab_hf.eval.experiment import find_experiment_class, import_experiment, read_provenance, render
+from cab_hf.eval.report import format_digits
 from cab_hf.eval.speed import COMMANDS, dense
 from cab_hf.eval.speed.runner import IDENTITY_FIELDS
 from cab_hf.eval.speed.timing import is_out_of_memory
@@ -23,16 +23,18 @@ from cab_hf.experiment.log import read_file, read_log
 from cab_hf.experiment.settings import read_settings
 
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
-SDPA = dense.CPU_BASELINES["SDPA"].load
-HEADS = "--heads 4 --kv-heads 2"
+LOAD_SDPA = dense.CPU_BASELINES["SDPA"].load_kernel
+HEAD_OPTIONS = "--heads 4 --kv-heads 2"
 # few forced blocks, so that blocks of 192 tokens can be skipped
-BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
+BLOCK_OPTIONS = (
+    "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
+)
 
 
 def check_attention(rows):
     """Check the rows of ``speed attention``."""
-    keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
-    assert keys == list(product(("forward", "backward"), (0.2, 1.0), (192, 384)))
+    row_keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
+    assert row_keys == list(product(("forward", "backward"), (0.2, 1.0), (192, 384)))
     for row in rows:
         assert row["attend_ms"]["reference"] > 0 and row["not_measured"] == {}
         assert (row["density"] == 1) == (row["budget"] == 1)
@@ -45,8 +47,8 @@ def check_ttft(
     rows, sparse_name="cab-always", implementations=("sdpa", "SDPA", "cab", "cab-always")
 ):
     """Check the rows of ``speed ttft``: only the implementation ``sparse_name`` skips blocks."""
-    pairs = [(row["length"], row["implementation"]) for row in rows]
-    assert pairs == list(product((96, 192), implementations))
+    row_keys = [(row["length"], row["implementation"]) for row in rows]
+    assert row_keys == list(product((96, 192), implementations))
     for row in rows:
         is_sparse = row["implementation"] == sparse_name
         assert row["over_best"] > 0
@@ -68,39 +70,40 @@ def check_serve(rows):
 
 
 @pytest.mark.parametrize(
-    ("op", "words", "check_rows", "num_rows"),
+    ("op", "options", "check_rows", "num_rows"),
     [
         (
             "attention",
-            f"{HEADS} --head-dims 16 --seconds 0 --densities 0.2,1 --lengths 192,384",
+            f"{HEAD_OPTIONS} --head-dims 16 --seconds 0 --densities 0.2,1 --lengths 192,384",
             check_attention,
             8,
         ),
-        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", check_ttft, 8),
+        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCK_OPTIONS}", check_ttft, 8),
         pytest.param(
             "serve",
             "--layers 1 --lengths 96,192 --requests 2,192:1 --batch-tokens 64 --new-tokens 4 "
-            f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCKS}",
+            f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCK_OPTIONS}",
             check_serve,
             3,
             marks=NEEDS_SERVING,
         ),
         (
             "lora",
-            f"--layers 1 --lengths 96,192 --runs 1 --max-density 0.2 {BLOCKS} --cab min_length=0",
+            f"--layers 1 --lengths 96,192 --runs 1 --max-density 0.2 {BLOCK_OPTIONS} "
+            "--cab min_length=0",
             check_lora,
             6,
         ),
     ],
 )
-def test_every_op_runs(op, words, check_rows, num_rows, tmp_path):
-    rows = run_speed(op, tmp_path, words.split(), draws_figure=True)["rows"]
+def test_every_op_runs(op, options, check_rows, num_rows, tmp_path):
+    rows = run_speed(op, tmp_path, options.split(), should_draw_figure=True)["rows"]
     assert len(rows) == num_rows and all(row["error"] is None for row in rows)
     assert all(row["ms"] > 0 for row in rows if "ms" in row)
     check_rows(rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     # the second run measures nothing
-    assert run_speed(op, tmp_path, words.split())["rows"] == rows
+    assert run_speed(op, tmp_path, options.split())["rows"] == rows
 
 
 @pytest.mark.parametrize("op", list(COMMANDS))
@@ -115,34 +118,41 @@ def test_ops_are_listed_and_unknown_ones_refused(capsys):
     assert main(["speed", "--help"]) == 0
     help_text = capsys.readouterr().out
     assert all(f"\n  {op:16}  " in help_text for op in COMMANDS)
-    for words in (["speed", "magic"], ["speed"]):
-        assert main(words) == 2
+    for arguments in (["speed", "magic"], ["speed"]):
+        assert main(arguments) == 2
         assert "speed: command must be one of attention, ttft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "new_value", "field"),
+    ("module", "attribute_name", "new_value", "field"),
     [
         (provenance, "git_commit", lambda: "1" * 40, "commit"),
         (provenance, "device_name", lambda device: "a GPU", "device"),
-        (provenance, "versions", lambda: {"torch": "9"}, "versions"),
-        (dense, "CPU_BASELINES", {"SDPA": dense.Baseline(SDPA, lambda: "SDPA 9")}, "baselines"),
+        (provenance, "package_versions", lambda: {"torch": "9"}, "versions"),
+        (
+            dense,
+            "CPU_BASELINES",
+            {"SDPA": dense.Baseline(LOAD_SDPA, lambda: "SDPA 9")},
+            "baselines",
+        ),
     ],
     ids=["commit", "device", "versions", "baselines"],
 )
 def test_run_with_other_settings_is_not_extended(
-    tmp_path, monkeypatch, capsys, module, name, new_value, field
+    tmp_path, monkeypatch, capsys, module, attribute_name, new_value, field
 ):
-    words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
-    words = words.split()
-    (first_row,) = run_speed("attention", tmp_path, [*words, "192"])["rows"]
-    content = run_speed("attention", tmp_path, [*words, "96"])
-    assert [row["length"] for row in content["rows"]] == [96, 192]
-    assert content["rows"][1]["ms"] == first_row["ms"]
-    assert sorted(content["provenance"]["settings"]["lengths"]) == [96, 192]
-    monkeypatch.setattr(module, name, new_value)
-    options = ["--device", "cpu", "--out", str(tmp_path), *words, "64"]
-    assert main(["speed", "attention", *options]) == 2
+    attention_options = (
+        f"{HEAD_OPTIONS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
+    )
+    attention_options = attention_options.split()
+    (first_row,) = run_speed("attention", tmp_path, [*attention_options, "192"])["rows"]
+    results = run_speed("attention", tmp_path, [*attention_options, "96"])
+    assert [row["length"] for row in results["rows"]] == [96, 192]
+    assert results["rows"][1]["ms"] == first_row["ms"]
+    assert sorted(results["provenance"]["settings"]["lengths"]) == [96, 192]
+    monkeypatch.setattr(module, attribute_name, new_value)
+    arguments = ["--device", "cpu", "--out", str(tmp_path), *attention_options, "64"]
+    assert main(["speed", "attention", *arguments]) == 2
     assert f"made with {field}" in capsys.readouterr().err
 
 
@@ -165,10 +175,10 @@ IS_ARCHIVED = {
     "folder", sorted(x for x in IS_ARCHIVED if not IS_ARCHIVED[x]), ids=lambda path: path.name
 )
 def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
-    content = json.loads(read_file(folder / "results.json"))
-    provenance, rows = content["provenance"], content["rows"]
-    experiment = named(provenance["experiment"])
-    identity, samples = read_log(folder / "samples.jsonl", added=experiment.ADDED)
+    results = json.loads(read_file(folder / "results.json"))
+    provenance, rows = results["provenance"], results["rows"]
+    experiment = import_experiment(provenance["experiment"])
+    identity, samples = read_log(folder / "samples.jsonl", added_defaults=experiment.ADDED_DEFAULTS)
     assert {name: identity[name] for name in IDENTITY_FIELDS} == {
         name: provenance[name] for name in IDENTITY_FIELDS
     }
@@ -182,10 +192,13 @@ def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
     )
     # the printed commands, one per number of ranks, parse to the recorded settings
     commands = (folder / "report.md").read_text().split("```\n")[1].splitlines()
-    (words,) = {command.partition(experiment.name)[2] for command in commands}
+    (command_options,) = {command.partition(experiment.name)[2] for command in commands}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    settings = read_settings(experiment.Settings, shlex.split(words), experiment.name)
-    recorded_settings = {"worlds": [], **json.loads(json.dumps(experiment(settings).recorded()))}
+    settings = read_settings(experiment.Settings, shlex.split(command_options), experiment.name)
+    recorded_settings = {
+        "worlds": [],
+        **json.loads(json.dumps(experiment(settings).recorded_settings())),
+    }
     for name, default in REMOVED_OPTIONS.items():
         if name not in recorded_settings:
             assert provenance["settings"].pop(name, default) == default
@@ -195,18 +208,18 @@ def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
         provenance["settings"]["cab_config"],
         recorded_settings["cab_config"],
     )
-    fields = set(committed_config) & set(current_config)
-    provenance["settings"]["cab_config"] = {name: committed_config[name] for name in fields}
+    common_fields = set(committed_config) & set(current_config)
+    provenance["settings"]["cab_config"] = {name: committed_config[name] for name in common_fields}
     # a field with its former default was not set by the command
     recorded_settings["cab_config"] = {
         name: committed_config[name]
         if committed_config[name] == EARLIER_DEFAULTS.get(name)
         else current_config[name]
-        for name in fields
+        for name in common_fields
     }
     # torchrun sets the number of ranks, and the method is not an option
-    not_compared = {"method": "", "worlds": []}
-    assert {**recorded_settings, **not_compared} == {**provenance["settings"], **not_compared}
+    replaced_fields = {"method": "", "worlds": []}
+    assert {**recorded_settings, **replaced_fields} == {**provenance["settings"], **replaced_fields}
 
 
 @pytest.mark.parametrize(
@@ -216,11 +229,13 @@ def test_archived_results_render_their_report(folder):
     provenance, report = read_provenance(folder), (folder / "report.md").read_text()
     experiment = find_experiment_class(provenance, folder)
     assert report.startswith(f"# {experiment.title}\n") and experiment.title.endswith("(archived)")
-    (sentence,) = [line for line in experiment.readings([]) if line.startswith("ArchivedRun: ")]
+    (sentence,) = [
+        line for line in experiment.summary_sentences([]) if line.startswith("ArchivedRun: ")
+    ]
     assert f"`{experiment.name}` was removed" in sentence
     report_parts = [
         *experiment.tables([]).values(),
-        *experiment.readings([]),
+        *experiment.summary_sentences([]),
         experiment.notes({}),
         experiment.command,
     ]
@@ -243,4 +258,6 @@ def test_out_of_memory_errors_are_detected():
 
 def test_numbers_have_three_significant_digits():
     values = {0.0: "0", 0.0123456: "0.0123", 1.0: "1.00", 98.76: "98.8", 13_312.4: "13,312"}
-    assert digits(None) is None and {value: digits(value) for value in values} == values
+    assert (
+        format_digits(None) is None and {value: format_digits(value) for value in values} == values
+    )

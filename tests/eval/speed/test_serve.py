@@ -9,47 +9,57 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import SMALL_BLOCKS, TINY_SIZES, format_tables, measure_sample
+from bench import SMALL_BLOCK_ASSIGNMENTS, TINY_MODEL_SIZES, format_tables, measure_sample
 from marks import NEEDS_SERVING
 
 from cab_hf.batching import batch
-from cab_hf.eval.speed.model import random_model
+from cab_hf.eval.speed.model import make_random_model
 from cab_hf.eval.speed.serve import Request, Serve, Settings, make_trace, serve, summarise_requests
 
 
-def tiny_settings(**fields):
+def make_tiny_settings(**fields):
     """Return settings of a tiny model and a short trace; ``fields`` replaces fields."""
-    trace = {"lengths": (96, 192), "requests": ("2",), "cab": SMALL_BLOCKS, "warm_up": 1}
-    return Settings(device="cpu", **{**TINY_SIZES, **trace, **fields})
+    trace_fields = {
+        "lengths": (96, 192),
+        "requests": ("2",),
+        "cab": SMALL_BLOCK_ASSIGNMENTS,
+        "warm_up": 1,
+    }
+    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **trace_fields, **fields})
 
 
 def make_served_request(length, arrived, first, last):
     """Return a served request with the times of its arrival, first token and last token."""
-    times = {"arrived": arrived, "first": first, "last": last}
-    return {"length": length, **times, "preempted": False}
+    time_fields = {"arrived": arrived, "first": first, "last": last}
+    return {"length": length, **time_fields, "preempted": False}
 
 
 def test_trace_depends_on_seed():
-    counts = {100: 30, 300: 3}
-    trace = make_trace(counts, 5, 1000, requests_per_second=2.0)
+    num_requests_by_length = {100: 30, 300: 3}
+    trace = make_trace(num_requests_by_length, 5, 1000, requests_per_second=2.0)
     assert (
         trace
-        == make_trace(counts, 5, 1000, requests_per_second=2.0)
-        != make_trace(counts, 6, 1000, requests_per_second=2.0)
+        == make_trace(num_requests_by_length, 5, 1000, requests_per_second=2.0)
+        != make_trace(num_requests_by_length, 6, 1000, requests_per_second=2.0)
     )
-    lengths = [len(each.prompt) for each in trace]
-    assert {length: lengths.count(length) for length in counts} == counts
+    lengths = [len(request.prompt) for request in trace]
+    assert {
+        length: lengths.count(length) for length in num_requests_by_length
+    } == num_requests_by_length
     assert lengths != sorted(lengths)
-    assert {each.arrival_s for each in make_trace({10: 5}, 0, 1000)} == {0.0}
+    assert {request.arrival_s for request in make_trace({10: 5}, 0, 1000)} == {0.0}
 
 
-@pytest.mark.parametrize("shared", [0, 7])
-def test_prompts_share_prefix_of_given_length(shared):
+@pytest.mark.parametrize("num_shared_tokens", [0, 7])
+def test_prompts_share_prefix_of_requested_length(num_shared_tokens):
     prompts = [
-        each.prompt for each in make_trace({20: 1, 50: 1, 30: 1}, 3, 1000, num_shared_tokens=shared)
+        request.prompt
+        for request in make_trace(
+            {20: 1, 50: 1, 30: 1}, 3, 1000, num_shared_tokens=num_shared_tokens
+        )
     ]
-    assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
-    assert len({prompt[shared] for prompt in prompts}) == 3
+    assert len({tuple(prompt[:num_shared_tokens]) for prompt in prompts}) == 1
+    assert len({prompt[num_shared_tokens] for prompt in prompts}) == 3
     assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
 
 
@@ -102,8 +112,8 @@ def test_token_times_are_recorded():
 
 @NEEDS_SERVING
 def test_preempted_requests_are_counted():
-    settings = tiny_settings(blocks=26, new_tokens=40, implementations=("cab",))
-    (row,) = Serve.rows([measure_sample(Serve, settings, settings.requested_cases()[0])], {})
+    settings = make_tiny_settings(blocks=26, new_tokens=40, implementations=("cab",))
+    (row,) = Serve.rows([measure_sample(Serve, settings, settings.list_requested_cases()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
     # for preempted requests too, ``first`` is the time of the first token before the preemption
     assert all(each["first"] < each["last"] for each in row["served"])
@@ -144,37 +154,37 @@ def test_generation_error_is_row_error(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
     monkeypatch.setattr(batch, "attend_batch", run_out_of_memory)
-    row = measure_sample(Serve, tiny_settings(), {"implementation": "cab"})
+    row = measure_sample(Serve, make_tiny_settings(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
     assert (
         row["served"] is None
-        and random_model(tiny_settings()).config._attn_implementation == "sdpa"
+        and make_random_model(make_tiny_settings()).config._attn_implementation == "sdpa"
     )
 
 
 @NEEDS_SERVING
 @pytest.mark.parametrize(("experts", "model_type"), [(0, "llama"), (4, "qwen3_moe")])
 def test_trace_is_served_with_and_without_experts(experts, model_type):
-    settings = tiny_settings(experts=experts, experts_per_token=2, implementations=("cab",))
-    assert random_model(settings).config.model_type == model_type
-    row = measure_sample(Serve, settings, settings.requested_cases()[0])
+    settings = make_tiny_settings(experts=experts, experts_per_token=2, implementations=("cab",))
+    assert make_random_model(settings).config.model_type == model_type
+    row = measure_sample(Serve, settings, settings.list_requested_cases()[0])
     assert row["error"] is None and len(row["served"]) == 4
 
 
 def test_flops_count_experts_of_a_token():
-    def mlp_flops(**experts):
-        settings = tiny_settings(layers=1, hidden=8, intermediate=32, **experts)
-        without_mlp = tiny_settings(layers=1, hidden=8, intermediate=1)
-        return (settings.flops(1) - without_mlp.flops(1)) / 2 + 3 * 8
+    def compute_mlp_flops(**experts):
+        settings = make_tiny_settings(layers=1, hidden=8, intermediate=32, **experts)
+        without_mlp = make_tiny_settings(layers=1, hidden=8, intermediate=1)
+        return (settings.count_flops(1) - without_mlp.count_flops(1)) / 2 + 3 * 8
 
-    assert mlp_flops() == 3 * 8 * 32
+    assert compute_mlp_flops() == 3 * 8 * 32
     # two experts of a token, and a router with four rows
-    assert mlp_flops(experts=4, experts_per_token=2) == 2 * 3 * 8 * 32 + 4 * 8
+    assert compute_mlp_flops(experts=4, experts_per_token=2) == 2 * 3 * 8 * 32 + 4 * 8
 
 
 def test_quantization_without_vllm_is_refused():
     with pytest.raises(ValueError, match=r"quantization must be empty with engine transformers"):
-        tiny_settings(quantization="fp8")
+        make_tiny_settings(quantization="fp8")
 
 
 def test_figure_is_drawn_if_no_request_was_served(tmp_path):
