@@ -177,4 +177,5 @@ def test_files_of_a_sparse_prefill_are_listed():
     finally:
         sys.setprofile(None)
     assert called_files - UNLISTED_FILES == listed_files
-    assert len(listed_files) <= 25
+    # two files more than the reference engine, which a CPU used for small blocks before
+    assert len(listed_files) <= 27
