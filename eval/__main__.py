@@ -54,17 +54,17 @@ def _run_command(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
     """
     command, *options = arguments or [""]
     if command in ("-h", "--help"):
-        width = max(map(len, group.COMMANDS))
-        lines = [
-            f"  {command:{width}}  {_read_purpose(module)}\n"
+        command_width = max(map(len, group.COMMANDS))
+        help_lines = [
+            f"  {command:{command_width}}  {_read_purpose(module)}\n"
             for command, module in group.COMMANDS.items()
         ]
         description = group.__doc__.replace("``", "")
-        print(f"{description}\n\n{''.join(lines)}\nRun COMMAND --help for its options.")
+        print(f"{description}\n\n{''.join(help_lines)}\nRun COMMAND --help for its options.")
         return 0
     if command not in group.COMMANDS:
-        commands = ", ".join(group.COMMANDS)
-        return _print_usage_error(prog, f"command must be one of {commands}, got {command!r}.")
+        command_names = ", ".join(group.COMMANDS)
+        return _print_usage_error(prog, f"command must be one of {command_names}, got {command!r}.")
     try:
         # import only the chosen command: torch and transformers take seconds
         module = importlib.import_module(group.COMMANDS[command])
@@ -87,16 +87,16 @@ def _run_command(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
         )
 
 
-def _read_purpose(module: str) -> str:
-    """Return the line that help shows for the command in ``module``.
+def _read_purpose(module_name: str) -> str:
+    """Return the line that help shows for the command in ``module_name``.
 
     The line is the ``purpose`` of the module's `Experiment` class, or the first line of the module
     docstring if there is no such class. Both are read from the source, because importing the module
     takes seconds.
     """
-    source_code = Path(importlib.util.find_spec(module).origin).read_text()
-    match = re.search('^    purpose = "(.+)"$', source_code, re.MULTILINE)
-    return match[1] if match else source_code.partition("\n")[0].strip('"')
+    source_code = Path(importlib.util.find_spec(module_name).origin).read_text()
+    purpose_match = re.search('^    purpose = "(.+)"$', source_code, re.MULTILINE)
+    return purpose_match[1] if purpose_match else source_code.partition("\n")[0].strip('"')
 
 
 def _print_usage_error(prog: str, message: str) -> int:

@@ -6,8 +6,8 @@ the same inputs.
 
 Baselines select blocks in plain PyTorch here, which is slower than the kernels of their authors.
 Their selection time is therefore not measured: it is the measured time of dense attention times the
-ratio in `REPORTED_SHARES`. The time of attention to the selected blocks is measured for all
-methods.
+ratio in `REPORTED_SELECTION_SHARES`. The time of attention to the selected blocks is measured for
+all methods.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_TIMED_RUNS = 3  # timed runs per layer; the time of a model is the sum of th
 # 2503.16428), figure 5, report 9.3 ms at stride 8, 3.6 ms at stride 16, and 73.8 ms for dense
 # attention at one length. The figure also reports 89.6 ms for MInference and 20.8 ms for
 # FlexPrefill, which are not used, because the authors of these methods did not report them.
-REPORTED_SHARES = {
+REPORTED_SELECTION_SHARES = {
     "antidiagonal": 9.3 / 73.8,
     "xattention": 9.3 / 73.8,
     "xattention_16": 3.6 / 73.8,
@@ -62,7 +62,7 @@ class LayerBench(GpuBench):
     time between the CUDA events then contains no launches, unless the timed call waits for the GPU.
     """
 
-    def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
+    def time(self, call: Callable[[], Any], has_graph: bool = True) -> Timing:
         for _ in range(NUM_WARM_UP_CALLS):
             call()
         return Timing(
@@ -98,49 +98,52 @@ class AttentionClock:
             config: the config of CAB or of a baseline; None to time dense attention only.
 
         Returns:
-            ``predict_ms``: time of selecting blocks, measured or estimated from `REPORTED_SHARES`.
+            ``predict_ms``: time of selecting blocks, measured or estimated from
+            `REPORTED_SELECTION_SHARES`.
             ``attend_ms``: time of attention to the selected blocks, or of dense attention in layers
             that attend densely.
             ``dense_ms``: time of the fastest dense kernel in all layers.
             ``dense_kernel``: the name of this kernel.
-            ``predict_reported``: the ratio from `REPORTED_SHARES`; missing if selection is
-                measured.
+            ``predict_reported``: the ratio from `REPORTED_SELECTION_SHARES`; missing if selection
+                is measured.
         """
-        totals = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
-        reported_share = None if config is None else REPORTED_SHARES.get(get_predictor_name(config))
-        if reported_share is not None:
-            totals["predict_reported"] = reported_share
+        time_fields = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
+        selection_share = (
+            None if config is None else REPORTED_SELECTION_SHARES.get(get_predictor_name(config))
+        )
+        if selection_share is not None:
+            time_fields["predict_reported"] = selection_share
         shared_state: dict[Any, Any] = {}
 
         def time_layer(call: Call) -> None:
             if call.mask.window is not None:
                 return
-            totals["dense_kernel"], dense_ms = self.find_fastest_dense(
+            time_fields["dense_kernel"], dense_ms = self.find_fastest_dense(
                 call.q, call.k, call.v, call.scale
             )
             batch, _, length, _ = call.q.shape
-            layer = call.make_layer_context(
+            layer_context = call.make_layer_context(
                 KeyRanges.causal(batch, length, length, call.q.device), shared_state
             )
             sparse_functions = (
-                None if config is None else make_sparse_functions(call, layer, config)
+                None if config is None else make_sparse_functions(call, layer_context, config)
             )
             predict_ms, attend_ms = 0.0, dense_ms
             if sparse_functions is not None:
                 predict, attend = sparse_functions
-                is_measured = reported_share is None
+                is_measured = selection_share is None
                 predict_ms = (
-                    self.bench.time(predict).ms if is_measured else reported_share * dense_ms
+                    self.bench.time(predict).ms if is_measured else selection_share * dense_ms
                 )
                 attend_ms = self.bench.time(attend).ms
-            totals["dense_ms"] += dense_ms
-            totals["predict_ms"] += predict_ms
-            totals["attend_ms"] += attend_ms
+            time_fields["dense_ms"] += dense_ms
+            time_fields["predict_ms"] += predict_ms
+            time_fields["attend_ms"] += attend_ms
 
         ids = torch.tensor([tokens], device=model.device)
         with observe_calls(model, time_layer):
             model(ids, use_cache=False, logits_to_keep=1)
-        return totals
+        return time_fields
 
     def find_fastest_dense(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -164,13 +167,13 @@ class AttentionClock:
 
 
 def make_sparse_functions(
-    call: Call, layer: LayerContext, config: CabConfig
+    call: Call, layer_context: LayerContext, config: CabConfig
 ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
     """Return two functions to time: one selects blocks, the other attends to these blocks.
 
     Args:
         call: the attention call of the layer.
-        layer: the context that the predictor receives.
+        layer_context: the context that the predictor receives.
         config: the config of CAB or of a baseline.
 
     Returns:
@@ -181,8 +184,8 @@ def make_sparse_functions(
     chosen_route = route(call.mask, config, workload, is_sparse=True, layer=call.layer)
     if chosen_route.method != "sparse":
         return None
-    predict = partial(make_predictor(config), q, k, layer)
+    predict = partial(make_predictor(config), q, k, layer_context)
     # This call also computes what the layers of a pass share, such as masks. Only the first layer
     # of a model computes it, so that the time of a typical layer excludes it.
     plan = predict()
-    return predict, partial(chosen_route.engine.attention, q, k, v, plan, scale=layer.scale)
+    return predict, partial(chosen_route.engine.attention, q, k, v, plan, scale=layer_context.scale)

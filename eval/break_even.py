@@ -71,16 +71,16 @@ def time_calls(device: str, calls: list[Callable[[], object]], num_runs: int) ->
         num_runs: timed runs of each function.
     """
     seconds_by_call: list[list[float]] = [[] for _ in calls]
-    for run in range(num_runs + 1):
+    for run_index in range(num_runs + 1):
         for call, call_seconds in zip(calls, seconds_by_call, strict=True):
             if device == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             call()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if run:
-                call_seconds.append(time.perf_counter() - start)
+            if run_index:
+                call_seconds.append(time.perf_counter() - start_time)
     return [median(call_seconds) for call_seconds in seconds_by_call]
 
 
@@ -139,7 +139,9 @@ def measure_break_even_points(
     for length in lengths:
         q, k, v = draw_qkv(device, length)
         min_queries = length
-        for q_length in sorted((count for count in QUERY_COUNTS if count <= length), reverse=True):
+        for q_length in sorted(
+            (num_queries for num_queries in QUERY_COUNTS if num_queries <= length), reverse=True
+        ):
             speedup = measure_speedup(q, k, v, q_length, num_runs)
             print(f"{q_length:>6} queries after {length - q_length:>7} keys: {speedup:.2f} x dense")
             if speedup < 1:

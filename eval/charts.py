@@ -44,10 +44,10 @@ def format_token_axes(
     axis: Any,
     lengths: Sequence[int],
     title: str,
-    label: str,
+    y_label: str,
     format_value: Callable[[float], str] = "{:g}".format,
-    log: bool = True,
-    legend: bool = True,
+    is_logarithmic: bool = True,
+    has_legend: bool = True,
 ) -> None:
     """Set title, scales, ticks, grid and legend of axes whose x is a number of tokens.
 
@@ -55,41 +55,41 @@ def format_token_axes(
         axis: the axes.
         lengths: the x of all points, from which the ticks are chosen.
         title: title of the axes.
-        label: label of the vertical axis.
+        y_label: label of the vertical axis.
         format_value: function that formats the tick labels of the vertical axis.
-        log: True for a logarithmic vertical axis.
-        legend: True for a legend of the labelled lines.
+        is_logarithmic: True for a logarithmic vertical axis.
+        has_legend: True for a legend of the labelled lines.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_title(title, fontsize=10)
-    axis.set_ylabel(label)
+    axis.set_ylabel(y_label)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
     axis.set_xticks(choose_ticks(lengths))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: format_tokens(length)))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    if log:
+    if is_logarithmic:
         axis.set_yscale("log")
-        low, high = axis.get_ylim()
+        y_min, y_max = axis.get_ylim()
         # a narrow range contains too few powers of ten, so it also gets ticks at 2 and 5
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if y_max < 300 * y_min else (1,)))
         axis.yaxis.set_minor_formatter(NullFormatter())
     else:
         axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     axis.grid(which="major", alpha=0.3)
-    if legend and axis.get_legend_handles_labels()[0]:
+    if has_legend and axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8, handlelength=3)
 
 
 def choose_ticks(lengths: Iterable[float]) -> list[float]:
     """Return ascending ticks, without each length whose label would overlap the next label."""
-    ascending = sorted(set(lengths))
-    next_lengths = [*ascending[1:], math.inf]
+    ascending_lengths = sorted(set(lengths))
+    next_lengths = [*ascending_lengths[1:], math.inf]
     return [
         tick
-        for tick, next_length in zip(ascending, next_lengths, strict=True)
+        for tick, next_length in zip(ascending_lengths, next_lengths, strict=True)
         if next_length > 1.2 * tick
     ]
 
@@ -120,7 +120,7 @@ def draw_heatmap(
         y_label: label of the vertical axes.
     """
     cells = {cell for cell_values in panels.values() for cell in cell_values}
-    xs, ys = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
+    xs, ys = (sorted({cell[dimension] for cell in cells}) for dimension in (0, 1))
     num_rows = -(-len(panels) // max(2, MAX_GRID_COLUMNS // (len(xs) + 1)))
     num_columns = -(-len(panels) // num_rows)
     is_annotated = len(xs) <= MAX_ANNOTATED_COLUMNS
@@ -137,10 +137,10 @@ def draw_heatmap(
             axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
             axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
             for (x, y), share in shares.items() if is_annotated else ():
-                position = (xs.index(x), ys.index(y))
+                cell_indices = (xs.index(x), ys.index(y))
                 text_colour = "white" if share < 0.6 else "black"
-                style = {"ha": "center", "va": "center", "fontsize": 6, "color": text_colour}
-                axis.annotate(f"{share:.0%}", position, **style)
+                text_style = {"ha": "center", "va": "center", "fontsize": 6, "color": text_colour}
+                axis.annotate(f"{share:.0%}", cell_indices, **text_style)
         whole_figure = axes[0, 0].figure
         whole_figure.supxlabel(x_label, fontsize=9)
         whole_figure.supylabel(y_label, fontsize=9)

@@ -289,8 +289,8 @@ def import_experiment(name: str) -> type[Experiment]:
             f"experiment must exist, got {name!r}, which was removed. Check out the commit of the "
             f"run, or use {REMOVED_COMMANDS[name]}."
         )
-    module = name.replace(" ", ".").replace("-", "_")
-    return importlib.import_module(f"cab_hf.eval.{module}").EXPERIMENT
+    module_name = name.replace(" ", ".").replace("-", "_")
+    return importlib.import_module(f"cab_hf.eval.{module_name}").EXPERIMENT
 
 
 def find_experiment_class(record: Row, folder: Path) -> type[Experiment] | ArchivedRun:
@@ -364,15 +364,15 @@ def _refuse_files_of_other_runs(out: Path) -> None:
 
     Result files without samples do not come from a run in this folder, and must not be overwritten.
     """
-    for name in (
+    for file_name in (
         ()
         if file_exists(out / SAMPLES_FILE)
         else (RESULTS_FILE, CSV_FILE, REPORT_FILE, FIGURE_FILE)
     ):
-        if (out / name).exists():
+        if (out / file_name).exists():
             raise LogError(
                 f"out must be a new folder or the folder of a run, got {out}, which contains "
-                f"{name} and no {SAMPLES_FILE}. Remove it or give another --out."
+                f"{file_name} and no {SAMPLES_FILE}. Remove it or give another --out."
             )
 
 
@@ -405,15 +405,15 @@ def _merge_provenance(
         [*earlier_provenance.get("repeated", ()), *record.get("repeated", ())]
     ):
         record["repeated"] = list(repetition_notes)
-    for name in experiment.EXTENSIBLE_SETTINGS:
+    for setting_name in experiment.EXTENSIBLE_SETTINGS:
         old_value, new_value = (
-            earlier_provenance["settings"].get(name),
-            record["settings"].get(name),
+            earlier_provenance["settings"].get(setting_name),
+            record["settings"].get(setting_name),
         )
         if isinstance(old_value, list):
-            record["settings"][name] = list(dict.fromkeys([*old_value, *new_value]))
+            record["settings"][setting_name] = list(dict.fromkeys([*old_value, *new_value]))
         elif isinstance(old_value, int):
-            record["settings"][name] = max(old_value, new_value)
+            record["settings"][setting_name] = max(old_value, new_value)
     return (
         record
         if has_new_samples or record["settings"] != earlier_provenance["settings"]
@@ -434,11 +434,13 @@ def _write_files(
     reasons.
     """
     record = {name: value for name, value in provenance_record.items() if name != "failed"}
-    names = [name for name in experiment_class.CASE_FIELDS if name not in REPETITION_FIELDS]
-    if cells := report.group_rows(failures, names):
+    cell_field_names = [
+        name for name in experiment_class.CASE_FIELDS if name not in REPETITION_FIELDS
+    ]
+    if cells := report.group_rows(failures, cell_field_names):
         record["failed"] = [
             {
-                **{name: cell[0][name] for name in names},
+                **{name: cell[0][name] for name in cell_field_names},
                 "cases": len(cell),
                 "why": _join_reasons(experiment_class, cell),
             }
@@ -466,11 +468,11 @@ def _compute_rows(
     try:
         return experiment_class.rows(samples, settings)
     except KeyError as error:
-        (name,) = error.args
-        if all(name in sample for sample in samples):
+        (field_name,) = error.args
+        if all(field_name in sample for sample in samples):
             raise
         raise LogError(
-            f"{path} has a sample without {name!r}. Repair it or give another --out."
+            f"{path} has a sample without {field_name!r}. Repair it or give another --out."
         ) from error
 
 
@@ -543,17 +545,17 @@ def describe_configs(settings: Row) -> list[str]:
     """
     config_by_method = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
     sentences = []
-    for name, config in config_by_method.items():
+    for method, config in config_by_method.items():
         if config and has_current_fields(config):
             changed_fields = json.dumps(find_changed_fields(config))
             default_name = f"the default of cab_hf {__version__}"
             if is_from_earlier_version(config):
                 default_name = "the earlier default (8 typical queries on every key)"
             sentences.append(
-                f"Config of {name}: `{changed_fields}`, other fields as in {default_name}"
+                f"Config of {method}: `{changed_fields}`, other fields as in {default_name}"
             )
         elif config:
-            sentences.append(f"Config of {name}: `{json.dumps(config)}`")
+            sentences.append(f"Config of {method}: `{json.dumps(config)}`")
     return sentences
 
 
@@ -573,12 +575,12 @@ def is_from_earlier_version(config: Row) -> bool:
 
 def get_default_fields(config: Row) -> dict[str, Any]:
     """Return the fields of the default config of the version that recorded ``config``."""
-    default = CabConfig().to_dict()
+    default_fields = CabConfig().to_dict()
     if not is_from_earlier_version(config):
-        return default
+        return default_fields
     later_fields = {"outlier_queries", "typical_key_stride"}
     return {
-        name: value for name, value in default.items() if name not in later_fields
+        name: value for name, value in default_fields.items() if name not in later_fields
     } | EARLIER_DEFAULT_FIELDS
 
 
@@ -589,8 +591,8 @@ def drop_unset_share(config: Row) -> dict[str, Any]:
 
 def find_changed_fields(config: Row) -> dict[str, Any]:
     """Return the fields of a recorded config that differ from the default of the same version."""
-    default = get_default_fields(config)
-    return {name: value for name, value in config.items() if value != default.get(name)}
+    default_fields = get_default_fields(config)
+    return {name: value for name, value in config.items() if value != default_fields.get(name)}
 
 
 def format_command(experiment_class: type[Experiment] | ArchivedRun, settings: Row) -> str:

@@ -34,16 +34,29 @@ DIFFERENCE_LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradient
 # largest value of all gradients if the fraction is larger.
 MIN_GRADIENT_SCALE = 1e-6
 # environment variable that names the folder for all results of a sweep
-FOLDER_VARIABLE = "MODEL_SWEEP"
+RESULTS_FOLDER_VARIABLE = "MODEL_SWEEP"
 # Tested variants of a model. In one process, ``by_name`` loads the model with
 # attn_implementation="cab" and ``applied`` calls `apply_cab`; over ranks, ``plain`` calls
 # `apply_cab`. ``windowed`` also adds sliding windows, and ``dynamic`` adds dynamic RoPE. Types that
 # have these by default, or do not support them, lack the variant.
 VARIANTS = ("by_name", "applied", "plain", "windowed", "dynamic")
-EXACT, REFUSED, PARTLY_REFUSED = "exact", "refused", "refused in part"
-NOT_REACHED, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
+EXACT_VERDICT, REFUSED_VERDICT, PARTLY_REFUSED_VERDICT = "exact", "refused", "refused in part"
+NOT_REACHED_VERDICT, WRONG_VERDICT, FAILS_VERDICT, NOT_BUILT_VERDICT = (
+    "not reached",
+    "WRONG",
+    "fails",
+    "not built",
+)
 # all verdicts, the worst first
-VERDICTS = (WRONG, FAILS, NOT_REACHED, PARTLY_REFUSED, REFUSED, EXACT, NOT_BUILT)
+VERDICTS = (
+    WRONG_VERDICT,
+    FAILS_VERDICT,
+    NOT_REACHED_VERDICT,
+    PARTLY_REFUSED_VERDICT,
+    REFUSED_VERDICT,
+    EXACT_VERDICT,
+    NOT_BUILT_VERDICT,
+)
 # field of a row -> (heading of its column, and the field or function that returns the cell)
 DETAIL_COLUMNS = {
     "model_type": ("type", "model_type"),
@@ -97,7 +110,10 @@ class Families(Experiment):
     def commands(cls, settings: Mapping[str, Any]) -> list[str]:
         ranks = settings["ranks"]
         test_command = "python -m pytest -m slow tests/test_families.py"
-        return [f"{FOLDER_VARIABLE}=FOLDER {test_command} -k 'attends_exactly and ranks-{ranks}'"]
+        return [
+            f"{RESULTS_FOLDER_VARIABLE}=FOLDER {test_command} "
+            f"-k 'attends_exactly and ranks-{ranks}'"
+        ]
 
     @classmethod
     def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -111,18 +127,28 @@ class Families(Experiment):
         for verdict in VERDICTS:
             model_types = [row["model_type"] for row in rows if row["verdict"] == verdict]
             if model_types:
-                names = ", ".join(model_types)
+                type_names = ", ".join(model_types)
                 overview_rows.append(
-                    {"verdict": verdict, "types": len(model_types), "which": names}
+                    {"verdict": verdict, "types": len(model_types), "which": type_names}
                 )
         tables = {"Types": markdown_table(overview_rows, ["verdict", "types", "which"])}
-        fields = {name for row in rows for name in row}
-        detail_columns = dict(DETAIL_COLUMNS[name] for name in DETAIL_COLUMNS if name in fields)
+        field_names = {name for row in rows for name in row}
+        detail_columns = dict(
+            DETAIL_COLUMNS[name] for name in DETAIL_COLUMNS if name in field_names
+        )
         for heading, verdicts, columns in (
-            ("Not as they should", (WRONG, FAILS, NOT_REACHED, PARTLY_REFUSED), detail_columns),
-            ("Exact", (EXACT,), detail_columns),
-            ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
-            ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
+            (
+                "Not as they should",
+                (WRONG_VERDICT, FAILS_VERDICT, NOT_REACHED_VERDICT, PARTLY_REFUSED_VERDICT),
+                detail_columns,
+            ),
+            ("Exact", (EXACT_VERDICT,), detail_columns),
+            (
+                "Refused",
+                (REFUSED_VERDICT,),
+                {"type": "model_type", "model": "model", "because": "said"},
+            ),
+            ("Not built", (NOT_BUILT_VERDICT,), {"type": "model_type", "because": "said"}),
         ):
             verdict_rows = [row for row in rows if row["verdict"] in verdicts]
             if verdict_rows:
@@ -132,12 +158,12 @@ class Families(Experiment):
     @staticmethod
     def summary_sentences(rows: Sequence[Row]) -> list[str]:
         type_counts = Counter(row["verdict"] for row in rows)
-        num_built = len(rows) - type_counts[NOT_BUILT]
-        num_wrong = num_built - type_counts[EXACT] - type_counts[REFUSED]
+        num_built = len(rows) - type_counts[NOT_BUILT_VERDICT]
+        num_wrong = num_built - type_counts[EXACT_VERDICT] - type_counts[REFUSED_VERDICT]
         return [
             f"Of {len(rows)} types {num_built} could be built: "
-            f"{type_counts[EXACT]} attend exactly, "
-            f"{type_counts[REFUSED]} raise an error that gives the reason, "
+            f"{type_counts[EXACT_VERDICT]} attend exactly, "
+            f"{type_counts[REFUSED_VERDICT]} raise an error that gives the reason, "
             f"{num_wrong or 'none'} do anything else."
         ]
 
@@ -157,8 +183,8 @@ class Families(Experiment):
                 "loaded with "
                 '`attn_implementation="cab"`, under `apply_cab`, and *windowed*: with sliding '
                 "windows too, for a type that supports them and has none by default. "
-                f"*{EXACT}*: all differences are at most {DIFFERENCE_LIMITS['difference']:g}, "
-                "and layers "
+                f"*{EXACT_VERDICT}*: all differences are at most "
+                f"{DIFFERENCE_LIMITS['difference']:g}, and layers "
                 "attend through cab (`sparse` of them under a plan, the others in a sliding "
                 "window). Inputs whose padding a type reads with its own implementation are left "
                 "out."
@@ -174,18 +200,19 @@ class Families(Experiment):
                 "process. Routers add their loss if a type has one. The cross-entropy of the "
                 "logits replaces a loss that takes other labels. *windowed*: with sliding windows; "
                 "*dynamic*: with rotary frequencies that depend on the longest position; both "
-                f"for a type that supports them and has none by default. *{EXACT}*: loss, logits "
-                "and the summed gradients of all parameters differ by at most "
-                f"{DIFFERENCE_LIMITS['loss']:g} "
+                "for a type that supports them and has none by default. "
+                f"*{EXACT_VERDICT}*: loss, logits and the summed gradients of all parameters "
+                f"differ by at most {DIFFERENCE_LIMITS['loss']:g} "
                 "of their largest value, and layers attend through cab. Gradients below "
                 f"{MIN_GRADIENT_SCALE:g} of the largest gradient of all count as that much."
             )
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
-            f"and {method_description} *{NOT_REACHED}*: the numbers agree, but no layer attends "
-            "through cab. "
-            f"*{PARTLY_REFUSED}*: some inputs or builds raise an error that gives the reason. "
-            f"*{FAILS}*: "
+            f"and {method_description} *{NOT_REACHED_VERDICT}*: the numbers agree, but no layer "
+            "attends through cab. "
+            f"*{PARTLY_REFUSED_VERDICT}*: some inputs or builds raise an error that gives the "
+            "reason. "
+            f"*{FAILS_VERDICT}*: "
             "any other error."
         )
 
@@ -213,8 +240,8 @@ def make_row(sample: Row) -> dict[str, Any]:
     """
     row = {name: sample.get(name) for name in ("model_type", "model")}
     if "not_built" in sample:
-        return {**row, "verdict": NOT_BUILT, "said": sample["not_built"]}
-    fields = {name: sample[name] for name in ("dtype", "reads_padding") if name in sample}
+        return {**row, "verdict": NOT_BUILT_VERDICT, "said": sample["not_built"]}
+    sample_fields = {name: sample[name] for name in ("dtype", "reads_padding") if name in sample}
     outcomes_by_variant, layer_counts_by_field = {}, {"layers": [0], "sparse": []}
     for name in (name for name in VARIANTS if name in sample):
         variant = sample[name]
@@ -223,7 +250,7 @@ def make_row(sample: Row) -> dict[str, Any]:
         outcomes_by_variant[name] = [
             {"layers": variant.get("layers"), **outcome}
             for input_name, outcome in outcome_by_input.items()
-            if input_name not in fields.get("reads_padding", ())
+            if input_name not in sample_fields.get("reads_padding", ())
         ]
         for field, layer_counts in layer_counts_by_field.items():
             counted_outcomes = (variant, *outcome_by_input.values())
@@ -255,27 +282,31 @@ def make_row(sample: Row) -> dict[str, Any]:
             for field, layer_counts in layer_counts_by_field.items()
             if layer_counts
         },
-        **fields,
+        **sample_fields,
     }
 
 
 def judge_outcome(outcome: Row) -> str:
     """Return the verdict on the outcome of one variant of a model for one kind of input."""
     if "refused" in outcome or "failed" in outcome:
-        return REFUSED if "refused" in outcome else FAILS
+        return REFUSED_VERDICT if "refused" in outcome else FAILS_VERDICT
     if not all(
-        outcome[name] <= limit for name, limit in DIFFERENCE_LIMITS.items() if name in outcome
+        outcome[name] <= max_difference
+        for name, max_difference in DIFFERENCE_LIMITS.items()
+        if name in outcome
     ):
-        return WRONG
-    return EXACT if outcome["layers"] else NOT_REACHED
+        return WRONG_VERDICT
+    return EXACT_VERDICT if outcome["layers"] else NOT_REACHED_VERDICT
 
 
 def combine_verdicts(verdicts: Sequence[str]) -> str:
     """Return the verdict on several outcomes.
 
-    The verdict is `PARTLY_REFUSED` if some outcomes are `EXACT` and all others `REFUSED`, or else
-    the first in the order of `VERDICTS`.
+    The verdict is `PARTLY_REFUSED_VERDICT` if some outcomes are `EXACT_VERDICT` and all others
+    `REFUSED_VERDICT`, or else the first in the order of `VERDICTS`.
     """
     return (
-        PARTLY_REFUSED if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)
+        PARTLY_REFUSED_VERDICT
+        if set(verdicts) == {EXACT_VERDICT, REFUSED_VERDICT}
+        else min(verdicts, key=VERDICTS.index)
     )

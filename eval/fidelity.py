@@ -29,7 +29,7 @@ from cab_hf.data.documents import make_asked_document, make_plain_document, make
 from cab_hf.data.needles import Span, Tokens
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity_figure, fidelity_report
-from cab_hf.eval.attention_time import REPORTED_SHARES, AttentionClock, make_layer_bench
+from cab_hf.eval.attention_time import REPORTED_SELECTION_SHARES, AttentionClock, make_layer_bench
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_report import (
     CELL_FIELDS,
@@ -42,8 +42,8 @@ from cab_hf.eval.fidelity_settings import (
     MATCH_TOLERANCE,
     TIME,
     Settings,
-    drop_folder,
     find_method_class,
+    format_recorded_variant,
 )
 from cab_hf.eval.haystack import Haystack, parse_depths, read_sentences
 from cab_hf.eval.long_run import MATCH_BUDGET, LongRun
@@ -90,7 +90,7 @@ from cab_hf.eval.teacher_forcing import (
 from cab_hf.experiment.provenance import file_identity
 
 # fields that a sample has in addition to its case
-READ_FIELDS = ("tokens", "density", "sparse_density", "seconds")  # all probes except `TIME`
+READING_FIELDS = ("tokens", "density", "sparse_density", "seconds")  # all probes except `TIME`
 LIKELIHOOD_FIELDS = ("nll", "count")  # perplexities
 # comparisons with the distributions of dense attention
 DIVERGENCE_FIELDS = ("kl", "agree", *LIKELIHOOD_FIELDS)
@@ -107,7 +107,7 @@ def list_measured_fields(sample: Row) -> list[str]:
     probe = sample["probe"]
     if probe == TIME:
         return ["fitted", *TIMED_FIELDS]
-    fields = ["fitted", *READ_FIELDS]
+    fields = ["fitted", *READING_FIELDS]
     if probe in (*FUNCTIONS_BY_PROBE, DECODE):
         fields += DIVERGENCE_FIELDS
     elif probe in PERPLEXITY_PROBES:
@@ -171,9 +171,11 @@ class Fidelity(LongRun):
         num_sequences += len(PROBES) * settings.documents + settings.continuations
         num_sequences += len(TASKS) * settings.task_samples
         # caches that all methods share
-        self.haystack = cache(self._make_haystack)
-        self.reading = lru_cache(num_sequences)(self._make_reading)
-        self.dense = lru_cache(3 * settings.documents)(self._compute_dense_predictions)
+        self.make_haystack = cache(self._make_haystack)
+        self.make_reading = lru_cache(num_sequences)(self._make_reading)
+        self.compute_dense_predictions = lru_cache(3 * settings.documents)(
+            self._compute_dense_predictions
+        )
         self.count_kept_tokens = cache(self._count_kept_tokens)
         # Consecutive cases are decoded as one batch. This cache contains the results of the latest
         # batch, for the remaining cases of the batch.
@@ -187,14 +189,14 @@ class Fidelity(LongRun):
         probes = settings.probes
         for text, length in product(settings.file_by_text, settings.lengths):
             for probe in filter(PASSKEY_PROBES.__contains__, probes):
-                self.haystack(text, probe).check_length(length)
+                self.make_haystack(text, probe).check_length(length)
             asked_probes = ASKED_KEY_PROBES if settings.asked else ()
             for probe in filter((*RECALL_PROBES, *asked_probes).__contains__, probes):
-                self.reading(text=text, length=length, probe=probe, depth=None, index=0)
+                self.make_reading(text=text, length=length, probe=probe, depth=None, index=0)
         # build all samples of the tasks, because some samples may not fit into the shortest length
         for probe, index in product(probes, range(settings.task_samples)):
             if probe in TASKS:
-                self.reading(
+                self.make_reading(
                     text=next(iter(settings.file_by_text)),
                     length=min(settings.lengths),
                     probe=probe,
@@ -204,20 +206,20 @@ class Fidelity(LongRun):
 
     def recorded_settings(self) -> dict[str, Any]:
         settings, recorded_settings = self.settings, super().recorded_settings()
-        recorded_settings["variant"] = list(map(drop_folder, settings.variant))
+        recorded_settings["variant"] = list(map(format_recorded_variant, settings.variant))
         if settings.equal == DENSITY:
             # results of earlier versions have no setting ``equal``, and always matched densities
             del recorded_settings["equal"]
-        file_by_text = settings.file_by_text.values()
+        files = settings.file_by_text.values()
         recorded_settings["texts"] = [
-            NOISE_TEXT_NAME if file is None else file_identity(file) for file in file_by_text
+            NOISE_TEXT_NAME if file is None else file_identity(file) for file in files
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
         return {**recorded_settings, "cab_configs": configs}
 
     def sentences_by_file(self) -> dict[str, Sequence[str]]:
-        file_by_text = filter(None, self.settings.file_by_text.values())
-        return {Path(file).name: read_sentences("texts", file) for file in file_by_text}
+        files = filter(None, self.settings.file_by_text.values())
+        return {Path(file).name: read_sentences("texts", file) for file in files}
 
     def _make_haystack(self, text: str, probe: str) -> Haystack:
         """Return the `Haystack` that builds the prompts of a probe from a text."""
@@ -251,7 +253,7 @@ class Fidelity(LongRun):
             hide_needle: True to leave the keys out of a prompt.
         """
         settings = self.settings
-        haystack = self.haystack(text, probe)
+        haystack = self.make_haystack(text, probe)
         if probe in PASSKEY_PROBES:
             prompt = haystack.make_prompt(
                 length=length,
@@ -261,59 +263,61 @@ class Fidelity(LongRun):
                 hide_needle=hide_needle,
             )
             return append_key(self.tokenizer, prompt)
-        arguments = {
+        document_arguments = {
             "tokenizer": self.tokenizer,
             "sentences": haystack.sentences,
             "length": length,
             "index": index,
             "seed": settings.seed,
         }
-        num_predicted = {
+        num_predicted_by_probe = {
             CONTINUATION: MAX_CONTINUATION_TOKENS,
             DECODE: settings.decoded,
             GREEDY: settings.written,
         }
-        if probe in (TURNS, *num_predicted, *PERPLEXITY_PROBES):
-            tokens = make_plain_document(**arguments)
+        if probe in (TURNS, *num_predicted_by_probe, *PERPLEXITY_PROBES):
+            tokens = make_plain_document(**document_arguments)
             if probe == TURNS:
                 return Reading(tokens, find_turn_ends(length))
-            if probe in num_predicted:
+            if probe in num_predicted_by_probe:
                 prompt_length = length - max(
-                    1, min(num_predicted[probe], length // CONTINUATION_DIVISOR)
+                    1, min(num_predicted_by_probe[probe], length // CONTINUATION_DIVISOR)
                 )
                 return Reading(tokens, ((prompt_length, length),), prompt_length)
             if probe == PERPLEXITY:
                 return Reading(tokens, ((length // 2, length),))
             border = settings.border
-            starts = range(-(-length // 2 // border) * border, length, border)
-            return Reading(tokens, tuple((start, start + 1) for start in starts))
+            block_starts = range(-(-length // 2 // border) * border, length, border)
+            return Reading(tokens, tuple((start, start + 1) for start in block_starts))
         with convert_value_errors("lengths"):
-            return self._make_question_reading(probe, arguments)
+            return self._make_question_reading(probe, document_arguments)
 
-    def _make_question_reading(self, probe: str, arguments: Mapping[str, Any]) -> Reading:
+    def _make_question_reading(self, probe: str, document_arguments: Mapping[str, Any]) -> Reading:
         """Return tokens and answers of an example of a task, or of a document with keys.
 
         Args:
             probe: a task, a probe of `ASKED_KEY_PROBES` or a probe of `RECALL_PROBES`.
-            arguments: the arguments that all builders of documents have: tokenizer, sentences,
-                length, index and seed.
+            document_arguments: the arguments that all builders of documents have: tokenizer,
+                sentences, length, index and seed.
         """
         settings = self.settings
         if probe in TASKS:
-            example = TASKS[probe].make(**arguments)
+            example = TASKS[probe].make(**document_arguments)
             return Reading(example.tokens, example.answers, example.prompt)
         if probe in ASKED_KEY_PROBES:
-            document, prompt_length = make_asked_document(**arguments, num_keys=settings.asked)
+            document, prompt_length = make_asked_document(
+                **document_arguments, num_keys=settings.asked
+            )
             return Reading(document.tokens, document.answers, prompt_length)
         border = settings.border if probe == RECALL_BORDER else 1
         document = make_recall_document(
-            **arguments, num_keys=settings.keys, answer_alignment=border
+            **document_arguments, num_keys=settings.keys, answer_alignment=border
         )
         return Reading(document.tokens, document.answers)
 
-    def fitting_tokens(self, text_key: tuple[str, int]) -> Tokens:
+    def get_fitting_tokens(self, text_key: tuple[str, int]) -> Tokens:
         text, length = text_key
-        reading = self.reading(text=text, length=length, probe=PERPLEXITY, depth=None, index=0)
+        reading = self.make_reading(text=text, length=length, probe=PERPLEXITY, depth=None, index=0)
         return reading.tokens
 
     def list_questions(self, method: str) -> list[dict[str, Any]]:
@@ -341,22 +345,22 @@ class Fidelity(LongRun):
             supported_probes = [
                 probe for probe in supported_probes if probe not in ASKED_KEY_PROBES
             ]
-        list_questions = [
+        questions = [
             {"probe": probe, **sample}
             for probe in settings.probes
             if probe in supported_probes and (probe in PASSKEY_PROBES or not hides_needle)
             for sample in samples_by_probe.get(probe, document_samples)
         ]
         if self.clock is not None and not hides_needle and not has_dense_prefill:
-            list_questions.append({"probe": TIME, "depth": None, "index": 0})
-        return list_questions
+            questions.append({"probe": TIME, "depth": None, "index": 0})
+        return questions
 
-    def question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+    def get_question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         *fields, index = get_question(case)
         batch_size = count_texts_per_batch(case["length"]) if case["probe"] in DECODE_PROBES else 1
         return *fields, index // batch_size
 
-    def planned_cases(self) -> Iterator[dict[str, Any]]:
+    def list_planned_cases(self) -> Iterator[dict[str, Any]]:
         """Yield the cases of all methods for one question before the cases of the next question.
 
         A run that is stopped has therefore asked all methods the same questions. The predictions of
@@ -379,7 +383,7 @@ class Fidelity(LongRun):
                 cell = {"method": method, "text": text, "length": length, "budget": budget}
                 for question in self.list_questions(method):
                     case = {**cell, **question}
-                    cases_by_question.setdefault(self.question_key(case), []).append(case)
+                    cases_by_question.setdefault(self.get_question_key(case), []).append(case)
             yield from sorted(
                 chain.from_iterable(cases_by_question.values()), key=self.needs_other_samples
             )
@@ -457,7 +461,7 @@ class Fidelity(LongRun):
         config = settings.configs.get(method_name, settings.configs[settings.match])
         if not self.is_matched_by_time(case):
             return self.fit_method(find_method_class(method_name), config, case, text_key)
-        clock, model, tokens = self.clock, self.model, self.fitting_tokens(text_key)
+        clock, model, tokens = self.clock, self.model, self.get_fitting_tokens(text_key)
 
         def measure_ms(config: CabConfig) -> float:
             return get_attention_ms(clock.time(model, tokens, config))
@@ -481,7 +485,7 @@ class Fidelity(LongRun):
             {"fitted_config": method.config.to_dict()} if is_timed and not was_fitted else {}
         )
         if case["probe"] == TIME:
-            tokens = self.fitting_tokens((case["text"], case["length"]))
+            tokens = self.get_fitting_tokens((case["text"], case["length"]))
             with convert_value_errors("model"):
                 result = self.clock.time(self.model, tokens, getattr(method, "config", None))
             if is_timed:
@@ -489,7 +493,7 @@ class Fidelity(LongRun):
         else:
             question_fields = ("text", "length", "probe", "depth", "index")
             question = {name: case[name] for name in question_fields}
-            reading = self.reading(**question, hide_needle=method.hides_needle)
+            reading = self.make_reading(**question, hide_needle=method.hides_needle)
             tokens = reading.tokens
             # compute the dense predictions before the method is active
             if case["probe"] in FUNCTIONS_BY_PROBE:
@@ -517,13 +521,15 @@ class Fidelity(LongRun):
             _, ids, prompt_length = self._make_batch(text, length, probe, indices)
             return predict_after_prompt(self.model, ids, prompt_length).cpu()
         compute_predictions, _ = FUNCTIONS_BY_PROBE[probe]
-        reading = self.reading(text=text, length=length, probe=probe, depth=None, index=indices[0])
+        reading = self.make_reading(
+            text=text, length=length, probe=probe, depth=None, index=indices[0]
+        )
         return compute_predictions(self.model, reading, chunk=self.settings.chunk).cpu()
 
     def get_dense_predictions(self, case: Mapping[str, Any]) -> Tensor:
         """Return the cached predictions of dense attention for one case."""
         indices = range(case["index"], case["index"] + 1)
-        return self.dense(case["text"], case["length"], case["probe"], indices)
+        return self.compute_dense_predictions(case["text"], case["length"], case["probe"], indices)
 
     def score_reading(
         self, case: Mapping[str, Any], reading: Reading, method: Method
@@ -532,7 +538,11 @@ class Fidelity(LongRun):
         probe, settings = case["probe"], self.settings
         # CAB needs no special cache: in these probes, tokens after a prompt attend to all keys
         cache = None if type(method) is Cab else method.make_cache(self.model)
-        options = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
+        prediction_options = {
+            "chunk": settings.chunk,
+            "cache": cache,
+            "prefill_chunk": settings.prefill_chunk,
+        }
         if probe in FUNCTIONS_BY_PROBE:
             compute_predictions, score_predictions = FUNCTIONS_BY_PROBE[probe]
             dense_logits = self.get_dense_predictions(case)
@@ -541,12 +551,12 @@ class Fidelity(LongRun):
             predictions = (
                 dense_logits
                 if is_reference
-                else compute_predictions(self.model, reading, **options)
+                else compute_predictions(self.model, reading, **prediction_options)
             )
             return score_predictions(predictions, dense_logits, reading)
         if probe in PERPLEXITY_PROBES:
             return compute_nll(self.model, reading)
-        return score_greedy_predictions(self.model, reading, **options)
+        return score_greedy_predictions(self.model, reading, **prediction_options)
 
     def _decode_batch(self, first_case_items: tuple) -> list[dict[str, Any]]:
         """Decode a batch of cases of one method, and return the measured fields of each case.
@@ -564,18 +574,22 @@ class Fidelity(LongRun):
         readings, ids, prompt_length = self._make_batch(text, length, probe, indices)
         method = self.make_method(case)
         # compute the dense predictions before the method is active
-        dense_logits = self.dense(text, length, DECODE, indices) if probe == DECODE else None
+        dense_logits = (
+            self.compute_dense_predictions(text, length, DECODE, indices)
+            if probe == DECODE
+            else None
+        )
         step_tokens = method.count_step_tokens(self.model, length)
 
         def decode_and_score() -> dict[str, Any]:
-            options = {
+            prediction_options = {
                 "cache": method.make_cache(self.model),
                 "get_step_context": method.get_decode_context,
                 "prefill_chunk": settings.prefill_chunk,
             }
             if probe == GREEDY:
                 generated_ids = generate_greedily(
-                    self.model, ids[:, :prompt_length], length - prompt_length, **options
+                    self.model, ids[:, :prompt_length], length - prompt_length, **prediction_options
                 )
                 return {"cases": [{"written": tokens} for tokens in generated_ids.tolist()]}
             # dense attention is the reference: its divergence from itself is exactly 0
@@ -583,7 +597,7 @@ class Fidelity(LongRun):
             logits = (
                 dense_logits
                 if is_reference
-                else predict_after_prompt(self.model, ids, prompt_length, **options)
+                else predict_after_prompt(self.model, ids, prompt_length, **prediction_options)
             )
             if probe == DECODE_ASKED:
                 # row 0 of the logits predicts the first token after the prompt
@@ -604,10 +618,10 @@ class Fidelity(LongRun):
             return {"cases": list(map(compare_log_probs, log_probs, dense_log_probs, readings))}
 
         result = self.measure_with(method, decode_and_score)
-        cases = result.pop("cases")
+        case_scores = result.pop("cases")
         result |= {"tokens": length, "step_tokens": step_tokens}
-        result["seconds"] = round(result["seconds"] / len(cases), 3)
-        return [{**scores, **result} for scores in cases]
+        result["seconds"] = round(result["seconds"] / len(case_scores), 3)
+        return [{**scores, **result} for scores in case_scores]
 
     def _make_batch(
         self, text: str, length: int, probe: str, indices: range
@@ -619,7 +633,7 @@ class Fidelity(LongRun):
             tokens of the shortest prompt.
         """
         readings = [
-            self.reading(text=text, length=length, probe=probe, depth=None, index=index)
+            self.make_reading(text=text, length=length, probe=probe, depth=None, index=index)
             for index in indices
         ]
         ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
@@ -627,10 +641,12 @@ class Fidelity(LongRun):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        chunk = settings.get("prefill_chunk")
+        prefill_chunk = settings.get("prefill_chunk")
         configs = settings["cab_configs"].values()
         border = find_border(config.get("query_block", 0) for config in configs)
-        sentences = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
+        sentences = (
+            [f"Prompts are read in chunks of {prefill_chunk:,} tokens."] if prefill_chunk else []
+        )
         if settings.get("equal") == TIME:
             sentences.append(
                 "Matched methods have the budget at which attention takes as long as that of "
@@ -658,9 +674,9 @@ REPORT_NOTES = (
     "events, on the q, k and v of one text of the cell under dense attention; time / dense: "
     "divided by the fastest dense kernel on the same inputs. After ~, block selection is not "
     "measured: its time is the share of dense attention that Xu et al. 2025 report, "
-    f"{', '.join(f'{x:.3f} for {name}' for name, x in REPORTED_SHARES.items() if x)}, and 0 for "
-    f"{', '.join(name for name, x in REPORTED_SHARES.items() if not x)}. Elsewhere it is "
-    "measured, in "
-    "older results in plain PyTorch too. Query blocks select keys as a whole, so the keys of an "
-    "answer's first token may depend on all later tokens in the block."
+    f"{', '.join(f'{x:.3f} for {name}' for name, x in REPORTED_SELECTION_SHARES.items() if x)}, "
+    "and 0 for "
+    f"{', '.join(name for name, x in REPORTED_SELECTION_SHARES.items() if not x)}. Elsewhere it "
+    "is measured, in older results in plain PyTorch too. Query blocks select keys as a whole, so "
+    "the keys of an answer's first token may depend on all later tokens in the block."
 )

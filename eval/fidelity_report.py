@@ -111,7 +111,7 @@ def _group_cells(samples: Sequence[Row]) -> list[list[Row]]:
     """Return the samples of each cell, sorted by text, length, method and budget."""
     texts, method_classes = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
 
-    def sort_key(cell: Sequence[Row]) -> tuple:
+    def make_sort_key(cell: Sequence[Row]) -> tuple:
         method, text, length, budget = get_cell_key(cell[0])
         method_class, density = (
             find_method_class(method),
@@ -125,7 +125,7 @@ def _group_cells(samples: Sequence[Row]) -> list[list[Row]]:
             density,
         )
 
-    return sorted(group_rows(samples, CELL_FIELDS), key=sort_key)
+    return sorted(group_rows(samples, CELL_FIELDS), key=make_sort_key)
 
 
 def _make_row(cell: Sequence[Row], dense_by_question: Mapping[tuple, Row]) -> dict[str, Any]:
@@ -327,16 +327,16 @@ def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
                 row[ALL_TASKS] = _average_tasks([row[name] for name in tasks])
 
 
-def _average_tasks(results: Sequence[Row]) -> dict[str, Any]:
+def _average_tasks(task_results: Sequence[Row]) -> dict[str, Any]:
     """Return the mean of the shares and of the differences of several tasks, equally weighted.
 
     Args:
-        results: the result of `_score_answers` for each task.
+        task_results: the result of `_score_answers` for each task.
     """
-    mean_fields = {"n": len(results)}
+    mean_fields = {"n": len(task_results)}
     for field_names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
-        if all(field_names[0] in result for result in results):
-            intervals = [tuple(map(result.get, field_names)) for result in results]
+        if all(field_names[0] in result for result in task_results):
+            intervals = [tuple(map(result.get, field_names)) for result in task_results]
             mean_fields |= dict(zip(field_names, mean_of_intervals(intervals), strict=True))
     return mean_fields
 
@@ -389,8 +389,8 @@ def _format_estimate(
         fields: the fields of the value, the low end and the high end of the interval.
         format_number: formats a number.
     """
-    value, low, high = (result.get(name) for name in fields)
-    return format_with_interval(value, low, high, format_number)
+    estimate, low, high = (result.get(name) for name in fields)
+    return format_with_interval(estimate, low, high, format_number)
 
 
 def _format_share(result: Row) -> str:
@@ -545,7 +545,7 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
     """
     sentence_by_text = {}
     for row in rows:
-        if row["method"] == Cab.name and (changes := _describe_differences(row, rows)):
+        if row["method"] == Cab.name and (difference_phrases := _describe_differences(row, rows)):
             time_ratio = row.get("over_dense")
             time_phrase = (
                 ""
@@ -555,7 +555,7 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
             sentence_by_text[row["text"]] = (
                 f"On {escape_markdown(row['text'])}, {row['length']} tokens, cab attends "
                 f"{row['density']:.0%} of the pairs{time_phrase}. Compared with dense: "
-                f"{', '.join(changes)}."
+                f"{', '.join(difference_phrases)}."
             )
     problem_by_field = {
         "over_match": f"No budget matches the time within {MATCH_TOLERANCE:.0%}",
@@ -563,7 +563,7 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
             f"The density misses the matched density by over {MATCH_TOLERANCE:.0%}"
         ),
     }
-    problem_rows = [
+    problem_phrases = [
         (
             problem,
             [
@@ -574,18 +574,18 @@ def make_sentences(rows: Sequence[Row]) -> list[str]:
         )
         for field, problem in problem_by_field.items()
     ]
-    cases_by_row = {
+    case_counts_by_row = {
         _describe_row(row): dict.fromkeys(row["fewer"].values()) for row in rows if "fewer" in row
     }
     missing_phrases = [
-        f"{row_description} ({' or '.join(cases)})"
-        for row_description, cases in cases_by_row.items()
+        f"{row_description} ({' or '.join(case_counts)})"
+        for row_description, case_counts in case_counts_by_row.items()
     ]
-    problem_rows.append(("Measured in fewer cases than other rows", missing_phrases))
+    problem_phrases.append(("Measured in fewer cases than other rows", missing_phrases))
     sentences = [
-        f"{problem}: {', '.join(affected_rows)}."
-        for problem, affected_rows in problem_rows
-        if affected_rows
+        f"{problem}: {', '.join(row_phrases)}."
+        for problem, row_phrases in problem_phrases
+        if row_phrases
     ]
     return [*sentence_by_text.values(), *sentences, *dense_row_sentences(rows)]
 
@@ -647,9 +647,11 @@ def _describe_differences(row: Row, rows: Sequence[Row]) -> list[str]:
         if row.get(probe) and probe not in (*PROBES_WITH_OWN_PHRASES, *TASKS):
             is_ratio = probe in PERPLEXITY_PROBES
             change_phrase = _format_ratio(row[probe]) if is_ratio else format_difference(row[probe])
-            name = PROBE_PHRASES.get(probe, probe.replace("_", " "))
+            probe_phrase = PROBE_PHRASES.get(probe, probe.replace("_", " "))
             phrases += (
-                [f"{name} {'× ' if is_ratio else ''}{change_phrase}"] if change_phrase else []
+                [f"{probe_phrase} {'× ' if is_ratio else ''}{change_phrase}"]
+                if change_phrase
+                else []
             )
     return phrases
 

@@ -51,14 +51,14 @@ DENSITY, TIME = "density", "time"
 # accepted relative difference of a baseline's density or time from its budget
 MATCH_TOLERANCE = 0.05
 # a comma between assignments; a comma inside a value, such as a list, has no assignment after it
-FIELD_SEPARATOR = re.compile(r",(?=\s*\w+\s*=)")
-VARIANT_NAME = re.compile(r"[\w.-]+")
+FIELD_SEPARATOR_PATTERN = re.compile(r",(?=\s*\w+\s*=)")
+VARIANT_NAME_PATTERN = re.compile(r"[\w.-]+")
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
-def parse_budget(text: str) -> str | float:
+def parse_budget(budget_text: str) -> str | float:
     """Return a value of ``--budgets``: a density as float, or `MATCH_BUDGET`."""
-    return MATCH_BUDGET if text == MATCH_BUDGET else float(text)
+    return MATCH_BUDGET if budget_text == MATCH_BUDGET else float(budget_text)
 
 
 def parse_cab_config(variant_fields: str | Mapping[str, Any]) -> CabConfig:
@@ -77,48 +77,52 @@ def parse_cab_config(variant_fields: str | Mapping[str, Any]) -> CabConfig:
         return CabConfig.from_dict({"min_length": 0, **variant_fields})
     if not variant_fields.endswith(".json"):
         return parse_cab_config(
-            dict(map(parse_assignment, filter(None, FIELD_SEPARATOR.split(variant_fields))))
+            dict(map(parse_assignment, filter(None, FIELD_SEPARATOR_PATTERN.split(variant_fields))))
         )
     try:
-        content = json.loads(Path(variant_fields).read_text("utf-8-sig"))
+        json_content = json.loads(Path(variant_fields).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields ({error}).") from None
-    fields = content.get("cab_config", content) if isinstance(content, dict) else content
+    fields = (
+        json_content.get("cab_config", json_content)
+        if isinstance(json_content, dict)
+        else json_content
+    )
     # the min_length of a saved config may exceed the lengths of the run, whose attention would be
     # dense
     return CabConfig.from_dict(fields).changed(min_length=0)
 
 
-def parse_variant(text: str) -> dict[str, Any]:
+def parse_variant(variant: str) -> dict[str, Any]:
     """Return name -> argument of `parse_cab_config` for one value of ``--variant``.
 
     Args:
-        text: ``NAME=...``, or the path of a YAML file with fields below each name.
+        variant: ``NAME=...``, or the path of a YAML file with fields below each name.
 
     Raises:
         ValueError: the file does not exist, or contains no configurations by name.
     """
     import yaml
 
-    if "=" in text or not text.endswith(YAML_SUFFIXES):
-        return dict([parse_assignment(text)])
+    if "=" in variant or not variant.endswith(YAML_SUFFIXES):
+        return dict([parse_assignment(variant)])
     try:
-        content = yaml.safe_load(Path(text).read_text("utf-8-sig"))
+        yaml_content = yaml.safe_load(Path(variant).read_text("utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"variant must be a YAML file of configurations, got {text} ({reason})."
+            f"variant must be a YAML file of configurations, got {variant} ({reason})."
         ) from None
-    has_names = isinstance(content, Mapping) and content
-    if not has_names or not all(isinstance(fields, Mapping) for fields in content.values()):
+    has_variants = isinstance(yaml_content, Mapping) and yaml_content
+    if not has_variants or not all(isinstance(fields, Mapping) for fields in yaml_content.values()):
         raise ValueError(
             "variant must be a YAML file with names, and fields of CabConfig below each name, got "
-            f"{text}."
+            f"{variant}."
         )
-    return {str(name): fields for name, fields in content.items()}
+    return {str(name): fields for name, fields in yaml_content.items()}
 
 
-def drop_folder(variant: str) -> str:
+def format_recorded_variant(variant: str) -> str:
     """Return a value of ``--variant`` as results record it: its file without the folder."""
     if variant.endswith(YAML_SUFFIXES):
         return Path(variant).name
@@ -126,7 +130,7 @@ def drop_folder(variant: str) -> str:
     return f"{name}={Path(value).name if value.endswith('.json') else value}"
 
 
-def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
+def format_texts_option(texts: Sequence[str | Mapping[str, str]]) -> str:
     """Return the value of ``--texts`` for a command line.
 
     Args:
@@ -178,7 +182,7 @@ class Settings(LongRunSettings):
         f"comma-separated texts: {NOISE_TEXT_NAME} (five sentences) or UTF-8 files; short texts "
         "repeat",
         comma_separated(str),
-        spell=spell_texts,
+        spell=format_texts_option,
     )
     probes: tuple[str, ...] = option(
         DEFAULT_PROBES,
@@ -230,15 +234,15 @@ class Settings(LongRunSettings):
         )
         require_setting("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         densities = [budget for budget in self.budgets if budget != MATCH_BUDGET]
-        is_valid = self.budgets and all(0 < density <= 1 for density in densities)
-        require_setting("budgets", is_valid, f"{MATCH_BUDGET} or densities in (0, 1]")
+        are_budgets_valid = self.budgets and all(0 < density <= 1 for density in densities)
+        require_setting("budgets", are_budgets_valid, f"{MATCH_BUDGET} or densities in (0, 1]")
         require_setting("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
-        is_valid = self.equal == DENSITY or self.budgets == (MATCH_BUDGET,)
-        require_setting("budgets", is_valid, f"{MATCH_BUDGET} with --equal {TIME}")
+        are_budgets_valid = self.equal == DENSITY or self.budgets == (MATCH_BUDGET,)
+        require_setting("budgets", are_budgets_valid, f"{MATCH_BUDGET} with --equal {TIME}")
         # `configs` also raises an error for fields that CabConfig refuses, before the run starts
         require_setting("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
-        is_available = MATCH_BUDGET not in self.budgets or self.match in self.compared_methods
-        self.check_match("budgets", self.match, is_available)
+        can_match = MATCH_BUDGET not in self.budgets or self.match in self.compared_methods
+        self.check_match("budgets", self.match, can_match)
         cache_methods = (
             [name for name in self.methods if name in CACHES] if self.decoding_probes else []
         )
@@ -266,12 +270,14 @@ class Settings(LongRunSettings):
             )
         for text in filter(NOISE_TEXT_NAME.__ne__, self.texts):
             read_sentences("texts", text)
-        are_distinct = self.texts and len(self.file_by_text) == len(self.texts)
+        has_distinct_texts = self.texts and len(self.file_by_text) == len(self.texts)
         require_setting(
-            "texts", are_distinct, "at least one, with different names without folder and suffix"
+            "texts",
+            has_distinct_texts,
+            "at least one, with different names without folder and suffix",
         )
-        count_names = ("depths", "pass_samples", "task_samples", "documents", "continuations")
-        for name in (*count_names, "decoded", "written"):
+        names_of_counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
+        for name in (*names_of_counts, "decoded", "written"):
             require_setting(name, getattr(self, name) > 0, "at least 1")
         require_setting("keys", 1 <= self.keys <= len(PERSON_NAMES), f"1 to {len(PERSON_NAMES)}")
         require_setting("asked", 0 <= self.asked <= len(PERSON_NAMES), f"0 to {len(PERSON_NAMES)}")
@@ -328,7 +334,7 @@ class Settings(LongRunSettings):
             require(
                 settings=self,
                 field_name="variant",
-                condition=VARIANT_NAME.fullmatch(name)
+                condition=VARIANT_NAME_PATTERN.fullmatch(name)
                 and isinstance(fields, (str, Mapping))
                 and fields,
                 requirement="NAME=field=value,... or NAME=FILE.json",

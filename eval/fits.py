@@ -43,13 +43,13 @@ from cab_hf.hf.model_config import cab_config_of
 from cab_hf.selection.compact import MAX_LIST_BYTES
 from cab_hf.selection.tiles import MAX_SCRATCH_BYTES
 
-DYNAMIC, STATIC, OFFLOADED = CACHE_KINDS = ("dynamic", "static", "offloaded")
+DYNAMIC_CACHE, STATIC_CACHE, OFFLOADED_CACHE = CACHE_KINDS = ("dynamic", "static", "offloaded")
 # name of an attention function that counts bytes and computes nothing
 COUNTING_ATTENTION = "cab_counting"
 # tokens of the call whose bytes are counted; the logits of its last token are a negligible part
 NUM_COUNTED_TOKENS = 2**13
 LENGTH_STEP = 128  # estimated lengths are multiples of this number of tokens
-MAX_STEPS = 2**31 // LENGTH_STEP  # largest estimated length, divided by LENGTH_STEP
+MAX_LENGTH_STEPS = 2**31 // LENGTH_STEP  # largest estimated length, divided by LENGTH_STEP
 FRAGMENTATION_NOTE = (
     "Whole prompts need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; "
     "without it the longest prompts that ran were a sixth shorter."
@@ -73,7 +73,7 @@ class Settings:
         require(self, "chunk", self.chunk > 0, "at least 1")
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytesCounter(TorchDispatchMode):
     """A dispatch mode that counts the bytes of live tensors.
 
     Attributes:
@@ -113,8 +113,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         weakref.finalize(storage, self._drop_storage, storage._cdata, storage.nbytes())
 
-    def _drop_storage(self, key: int, num_bytes: int) -> None:
-        self._storages.discard(key)
+    def _drop_storage(self, storage_id: int, num_bytes: int) -> None:
+        self._storages.discard(storage_id)
         self.current_bytes -= num_bytes
 
     def attend(self, _: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
@@ -133,14 +133,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextmanager
-def count_live_bytes(model: Any) -> Iterator[LiveBytes]:
-    """Yield a `LiveBytes` that counts the tensors of calls of ``model`` inside the block.
+def count_live_bytes(model: Any) -> Iterator[LiveBytesCounter]:
+    """Yield a `LiveBytesCounter` that counts the tensors of calls of ``model`` inside the block.
 
-    `LiveBytes.attend` replaces the attention of ``model``, which is not restored after the block.
+    `LiveBytesCounter.attend` replaces the attention of ``model``, which is not restored after the
+    block.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    live_bytes = LiveBytes(model)
+    live_bytes = LiveBytesCounter(model)
     ALL_ATTENTION_FUNCTIONS[COUNTING_ATTENTION] = live_bytes.attend
     try:
         model.set_attn_implementation(COUNTING_ATTENTION)
@@ -216,7 +217,7 @@ class MemoryModel:
         with convert_errors(partial(_describe_call_error, model.config.model_type)):
             cache_layers = _count_cache_layers(model)
             live_bytes = _count_prompt_bytes(model, NUM_COUNTED_TOKENS)
-        max_cache_token_bytes = max((size for size, _ in cache_layers), default=0)
+        max_cache_token_bytes = max((token_bytes for token_bytes, _ in cache_layers), default=0)
         kv_token_bytes = live_bytes.kv_bytes / NUM_COUNTED_TOKENS
         return cls(
             weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
@@ -229,29 +230,31 @@ class MemoryModel:
             config=cab_config_of(model.config.get_text_config()),
         )
 
-    def estimate_memory(self, length: int, chunk: int | None, cache: str) -> PromptMemory:
+    def estimate_memory(self, length: int, chunk: int | None, cache_kind: str) -> PromptMemory:
         """Return the memory that reading a prompt needs.
 
         Args:
             length: tokens of the prompt.
             chunk: tokens per call; None: the whole prompt in one call.
-            cache: one of `CACHE_KINDS`.
+            cache_kind: one of `CACHE_KINDS`.
         """
-        layer_bytes = [size * min(length, window or length) for size, window in self.cache_layers]
+        layer_bytes = [
+            token_bytes * min(length, window or length) for token_bytes, window in self.cache_layers
+        ]
         largest_layer_bytes, cache_bytes, host_bytes = (
             max(layer_bytes, default=0),
             sum(layer_bytes),
             0,
         )
-        if cache == OFFLOADED:
+        if cache_kind == OFFLOADED_CACHE:
             # keys and values of two layers are on the GPU at a time; sliding windows always are
             host_bytes = sum(
-                size
-                for size, (_, window) in zip(layer_bytes, self.cache_layers, strict=True)
+                num_bytes
+                for num_bytes, (_, window) in zip(layer_bytes, self.cache_layers, strict=True)
                 if not window
             )
             cache_bytes = min(cache_bytes, cache_bytes - host_bytes + 2 * largest_layer_bytes)
-        if cache != STATIC and chunk is not None:
+        if cache_kind != STATIC_CACHE and chunk is not None:
             # appending a chunk copies the keys of a layer, and then its values: half of the layer's
             # cache exists twice
             cache_bytes += largest_layer_bytes // 2
@@ -259,35 +262,40 @@ class MemoryModel:
         return PromptMemory(
             weight_bytes=self.weight_bytes,
             cache_bytes=cache_bytes,
-            workspace_bytes=self.estimate_workspace(last_call_tokens, length),
+            workspace_bytes=self.estimate_workspace_bytes(last_call_tokens, length),
             host_bytes=host_bytes,
         )
 
-    def estimate_workspace(self, tokens: int, length: int) -> float:
+    def estimate_workspace_bytes(self, last_call_tokens: int, length: int) -> float:
         """Return the bytes of tensors on the GPU besides weights and cache.
 
         Args:
-            tokens: number of tokens in the last call, which reads the end of the prompt.
+            last_call_tokens: number of tokens in the last call, which reads the end of the prompt.
             length: tokens of the prompt.
         """
         selection_bytes = max(
             (
-                self.estimate_selection(
-                    heads=heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens, length=length
+                self.estimate_selection_bytes(
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=head_dim,
+                    num_queries=last_call_tokens,
+                    length=length,
                 )
                 for heads, kv_heads, head_dim in self.head_shapes
             ),
             default=0,
         )
-        attention_bytes = self.attention_token_bytes * tokens + self.expanded_token_bytes * (
-            length - tokens
+        attention_bytes = (
+            self.attention_token_bytes * last_call_tokens
+            + self.expanded_token_bytes * (length - last_call_tokens)
         )
         # the attention output may exist twice, in two memory layouts
-        attention_bytes += max(selection_bytes, 2 * self.output_token_bytes * tokens)
-        return max(self.peak_token_bytes * tokens, attention_bytes) + LIBRARY_BYTES
+        attention_bytes += max(selection_bytes, 2 * self.output_token_bytes * last_call_tokens)
+        return max(self.peak_token_bytes * last_call_tokens, attention_bytes) + LIBRARY_BYTES
 
-    def estimate_selection(
-        self, heads: int, kv_heads: int, head_dim: int, tokens: int, length: int
+    def estimate_selection_bytes(
+        self, heads: int, kv_heads: int, head_dim: int, num_queries: int, length: int
     ) -> float:
         """Return the bytes for selecting blocks in a layer.
 
@@ -297,17 +305,17 @@ class MemoryModel:
             heads: query heads.
             kv_heads: KV heads.
             head_dim: head dim.
-            tokens: number of queries that select blocks: the last tokens of the prompt.
+            num_queries: number of queries that select blocks: the last tokens of the prompt.
             length: tokens of the prompt.
         """
         config = self.config
         num_typical_rows = num_typical_queries(config)
         num_scored_rows = config.outlier_queries + num_typical_rows
-        num_q_blocks = heads * -(-tokens // config.query_block)
+        num_q_blocks = heads * -(-num_queries // config.query_block)
         num_k_blocks = -(-length // config.key_block)
         # if all queries are in one call, causality excludes half of the pairs of blocks
         scratch_bytes = (
-            2 * num_q_blocks * num_scored_rows * num_k_blocks / (2 if tokens == length else 1)
+            2 * num_q_blocks * num_scored_rows * num_k_blocks / (2 if num_queries == length else 1)
         )
         list_bytes = min(4 * num_q_blocks * num_k_blocks, MAX_LIST_BYTES)
         # outlier queries are scored by half of the channels; each scored query also has 16 bytes of
@@ -322,19 +330,21 @@ class MemoryModel:
             + max(min(scratch_bytes, MAX_SCRATCH_BYTES), list_bytes)
         )
 
-    def find_longest(self, available_bytes: float, chunk: int | None, cache: str) -> int:
+    def find_longest_prompt(
+        self, available_bytes: float, chunk: int | None, cache_kind: str
+    ) -> int:
         """Return the tokens of the longest prompt that fits, or 0; a multiple of `LENGTH_STEP`.
 
         Args:
             available_bytes: available bytes on the GPU, for weights, cache and workspace.
-            chunk, cache: as in `estimate_memory`.
+            chunk, cache_kind: as in `estimate_memory`.
         """
 
-        def estimate_total_bytes(steps: int) -> float:
-            return self.estimate_memory(LENGTH_STEP * steps, chunk, cache).total_bytes
+        def estimate_total_bytes(num_steps: int) -> float:
+            return self.estimate_memory(LENGTH_STEP * num_steps, chunk, cache_kind).total_bytes
 
         return LENGTH_STEP * max(
-            0, bisect_right(range(MAX_STEPS), available_bytes, key=estimate_total_bytes) - 1
+            0, bisect_right(range(MAX_LENGTH_STEPS), available_bytes, key=estimate_total_bytes) - 1
         )
 
 
@@ -371,10 +381,10 @@ def _count_cache_layers(model: Any) -> tuple[tuple[int, int | None], ...]:
     )
 
 
-def _count_prompt_bytes(model: Any, tokens: int) -> LiveBytes:
-    """Call ``model`` with ``tokens`` tokens and no cache, and return the counted bytes."""
+def _count_prompt_bytes(model: Any, num_tokens: int) -> LiveBytesCounter:
+    """Call ``model`` with ``num_tokens`` tokens and no cache, and return the counted bytes."""
     with count_live_bytes(model) as live_bytes:
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
     return live_bytes
 
@@ -389,13 +399,13 @@ def make_table(memory_model: MemoryModel, available_bytes: float, chunk: int) ->
     """
     rows = []
     for call_tokens in (None, chunk):
-        for cache in CACHE_KINDS:
-            length = memory_model.find_longest(available_bytes, call_tokens, cache)
-            memory = memory_model.estimate_memory(length, call_tokens, cache)
+        for cache_kind in CACHE_KINDS:
+            length = memory_model.find_longest_prompt(available_bytes, call_tokens, cache_kind)
+            memory = memory_model.estimate_memory(length, call_tokens, cache_kind)
             rows.append(
                 {
                     "prompt": "whole" if call_tokens is None else f"in chunks of {chunk:,}",
-                    "cache": cache,
+                    "cache": cache_kind,
                     "longest prompt, tokens": f"{length:,}",
                     "KV cache GiB": memory.cache_bytes / GIB,
                     "workspace GiB": memory.workspace_bytes / GIB,
@@ -429,15 +439,15 @@ def make_report(
             "more "
             "memory, or a smaller model."
         )
-    lines = [
+    paragraphs = [
         f"Weights in bfloat16: {weights_gib:.2f} GiB of {available_gib:.1f} GiB that tensors may "
         "use.",
         make_table(memory_model, available_gib * GIB, settings.chunk),
         FRAGMENTATION_NOTE,
     ]
     if max_positions_of_model is not None:
-        lines.append(f"The model has {max_positions_of_model:,} positions.")
-    return "\n\n".join(lines)
+        paragraphs.append(f"The model has {max_positions_of_model:,} positions.")
+    return "\n\n".join(paragraphs)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -122,18 +122,18 @@ def format_column(rows: DataFrame, name: str, value_format: ValueFormat = "{:.2f
     return values.map(value_format, na_action="ignore").astype("string")
 
 
-def make_table(rows: DataFrame, names: str, **headings: str) -> DataFrame:
+def make_table(rows: DataFrame, column_names: str, **headings: str) -> DataFrame:
     """Return a table with headings and formatted values.
 
     Args:
         rows: the rows.
-        names: names of the columns, separated by spaces. A name without a column in ``rows`` yields
-            an empty column. A column ``method.name`` of `merge_methods` has heading and format of
-            ``name``.
+        column_names: names of the columns, separated by spaces. A name without a column in ``rows``
+            yields an empty column. A column ``method.name`` of `merge_methods` has heading and
+            format of ``name``.
         headings: name of a column -> heading that replaces the heading in `COLUMN_FORMATS`.
     """
     columns = {}
-    for name in names.split():
+    for name in column_names.split():
         heading_and_format = COLUMN_FORMATS.get(
             name, COLUMN_FORMATS.get(name.partition(".")[2], name)
         )
@@ -233,18 +233,18 @@ def merge_methods(
         one merged row, the number is their mean.
     """
     number_columns = rows.select_dtypes("number").columns.difference(key_columns)
-    merged = rows.pivot_table(
+    merged_rows = rows.pivot_table(
         values=list(number_columns),
         index=list(key_columns),
         columns=method_column,
         aggfunc="mean",
         sort=False,
     )
-    merged.columns = [
-        name if value == main_method else f"{value}.{name}" for name, value in merged.columns
+    merged_rows.columns = [
+        name if value == main_method else f"{value}.{name}" for name, value in merged_rows.columns
     ]
     key_rows = rows[list(key_columns)].drop_duplicates()
-    return key_rows.merge(merged.reset_index(), on=list(key_columns))
+    return key_rows.merge(merged_rows.reset_index(), on=list(key_columns))
 
 
 def add_seconds(rows: DataFrame) -> DataFrame:

@@ -57,7 +57,7 @@ from cab_hf.experiment.settings import UsageError
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE_OPTION = "--include_path"
 # the name of a model or tokenizer in an argument of lm_eval, written as key=value or as JSON
-MODEL_NAME = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
+MODEL_NAME_PATTERN = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,14 +81,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def make_lm_eval_arguments(words: Sequence[str]) -> list[str]:
-    """Return the arguments for lm_eval: ``words`` with two changes.
+def make_lm_eval_arguments(command_arguments: Sequence[str]) -> list[str]:
+    """Return the arguments for lm_eval: ``command_arguments`` with two changes.
 
     Names of offline models, such as ``smollm2``, are replaced by the paths of their folders. If the
     arguments have no ``--include_path``, the folder `TASKS` is added as include path.
     """
-    arguments = list(words[1:] if words[:1] == ["--"] else words)
-    arguments = [MODEL_NAME.sub(_insert_folder, argument) for argument in arguments]
+    arguments = list(
+        command_arguments[1:] if command_arguments[:1] == ["--"] else command_arguments
+    )
+    arguments = [MODEL_NAME_PATTERN.sub(_insert_model_folder, argument) for argument in arguments]
     has_include = any(argument.partition("=")[0] == INCLUDE_OPTION for argument in arguments)
     return arguments if has_include else [*arguments, INCLUDE_OPTION, str(TASKS)]
 
@@ -117,16 +119,16 @@ def report_attention(model: Any) -> dict[str, Any]:
             "attended sparsely, and the scores would be those of dense attention. Give a smaller "
             "min_length in --model_args, or run --model hf."
         )
-    fields = {"cab_density": fmean(sparse_densities), "cab_config": config.to_dict()}
+    cab_fields = {"cab_density": fmean(sparse_densities), "cab_config": config.to_dict()}
     print(
         f"cab: {len(sparse_densities)} of {len(densities)} layers attended sparsely, density "
-        f"{fields['cab_density']:.2f} in their sparse calls; config "
-        f"{json.dumps(fields['cab_config'])}"
+        f"{cab_fields['cab_density']:.2f} in their sparse calls; config "
+        f"{json.dumps(cab_fields['cab_config'])}"
     )
-    return fields
+    return cab_fields
 
 
-def refuse_misspelt(arguments: Iterable[str], known_names: Collection[str]) -> None:
+def refuse_misspelt_arguments(arguments: Iterable[str], known_names: Collection[str]) -> None:
     """Raise an error if an unknown model argument is spelled like a known argument.
 
     Other unknown arguments raise no error, because they may be arguments of transformers.
@@ -147,16 +149,16 @@ def refuse_misspelt(arguments: Iterable[str], known_names: Collection[str]) -> N
             )
 
 
-def _insert_folder(match: re.Match) -> str:
+def _insert_model_folder(model_match: re.Match) -> str:
     """Return the argument with a folder in place of the name of an offline model.
 
     If the folder does not exist, the model is written to it first.
 
     Args:
-        match: a match of `MODEL_NAME`.
+        model_match: a match of `MODEL_NAME_PATTERN`.
     """
-    prefix, name = match.groups()
-    if is_built_in_model(name):
-        return f"{prefix}{make_model_folder(name)}"
-    refuse_unknown_model(name)
-    return match[0]
+    argument_prefix, model_name = model_match.groups()
+    if is_built_in_model(model_name):
+        return f"{argument_prefix}{make_model_folder(model_name)}"
+    refuse_unknown_model(model_name)
+    return model_match[0]

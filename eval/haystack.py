@@ -110,7 +110,7 @@ class Haystack:
 
         candidate_sentences = self._draw_sentences(rng, keys, length)
         sentences = self._fit_filler(asked_key.owner_phrase, needles, candidate_sentences, length)
-        full_text = self.render(asked_key.owner_phrase, needles, sentences)
+        full_text = self.render_prompt(asked_key.owner_phrase, needles, sentences)
         needle_start = full_text.index(statements[0])
         needle_end = needle_start + len(statements[0])
         # tokenizers join the blank before the needle with the needle's first token
@@ -118,7 +118,9 @@ class Haystack:
             self.count_tokens(full_text[:needle_start].removesuffix(" ")),
             self.count_tokens(full_text[:needle_end]),
         )
-        text = self.render(asked_key.owner_phrase, [], sentences) if hide_needle else full_text
+        text = (
+            self.render_prompt(asked_key.owner_phrase, [], sentences) if hide_needle else full_text
+        )
         return Prompt(
             text=text,
             tokens=tuple(self.encode(text)),
@@ -154,7 +156,7 @@ class Haystack:
         """Return the number of tokens of a rendered prompt, or of its beginning."""
         return len(self.encode(text))
 
-    def render(
+    def render_prompt(
         self, owner_phrase: str, needles: Sequence[tuple[float, str]], sentences: Sequence[str]
     ) -> str:
         """Return the text of a prompt, which ends with the beginning of the answer.
@@ -222,12 +224,12 @@ class Haystack:
     ) -> int:
         """Return the number of tokens that a prompt of ``length`` tokens has for filler.
 
-        The arguments ``owner_phrase`` and ``needles`` are those of `render`.
+        The arguments ``owner_phrase`` and ``needles`` are those of `render_prompt`.
 
         Raises:
             UsageError: the prompt has more than ``length`` tokens without filler.
         """
-        num_free_tokens = length - self.count_tokens(self.render(owner_phrase, needles, []))
+        num_free_tokens = length - self.count_tokens(self.render_prompt(owner_phrase, needles, []))
         if num_free_tokens < 0:
             raise UsageError(
                 f"length must have room for the question and {self.num_keys} keys, which take "
@@ -248,13 +250,13 @@ class Haystack:
         tokens are filled by the last words of sentence n + 1, which precede the first sentence.
 
         Args:
-            owner_phrase, needles: as in `render`.
+            owner_phrase, needles: as in `render_prompt`.
             sentences: candidates for the filler, with more than ``length`` tokens in total.
             length: largest number of tokens of the prompt.
         """
 
         def count_free_tokens(filler: list[str]) -> int:
-            return length - self.count_tokens(self.render(owner_phrase, needles, filler))
+            return length - self.count_tokens(self.render_prompt(owner_phrase, needles, filler))
 
         num_free_tokens = self._count_free_tokens(owner_phrase, needles, length)
         # Start from the sum of the sentences' sizes. The rendered prompt may have a few tokens more

@@ -32,13 +32,13 @@ def make_cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
     return {get_cache_name(model): cache, "use_cache": True}
 
 
-def read_with_cache(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
+def read_with_cache(model: Any, ids: Tensor, cache: Any, **model_options: Any) -> Any:
     """Call ``model`` with tokens that follow the cached tokens, and return its output.
 
     Args:
         model: the model.
         ids: token ids, int64 [B, N].
         cache: the KV cache, to which the call adds the tokens; None to let the model create one.
-        options: other arguments of the model.
+        model_options: other arguments of the model.
     """
-    return model(ids, **make_cache_arguments(model, cache), **options)
+    return model(ids, **make_cache_arguments(model, cache), **model_options)

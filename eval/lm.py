@@ -15,15 +15,15 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.dispatch import attended_pairs
-from cab_hf.eval.harness import refuse_misspelt, report_attention
-from cab_hf.eval.on_model import refuse_not_finite
+from cab_hf.eval.harness import refuse_misspelt_arguments, report_attention
+from cab_hf.eval.on_model import refuse_non_finite_logits
 from cab_hf.experiment.models import make_greedy_config
 from cab_hf.patches import apply_cab
 
 CAB_FIELD_NAMES = {field.name for field in dataclasses.fields(CabConfig)}
 
 
-def constructor_arguments(model_class: type) -> set[str]:
+def list_constructor_arguments(model_class: type) -> set[str]:
     """Return the names of the constructor arguments of a class and its bases."""
     return {
         name for base in model_class.__mro__ for name in inspect.signature(base.__init__).parameters
@@ -45,7 +45,7 @@ class CabLM(HFLM):
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
         cab_fields = {name: arguments.pop(name) for name in CAB_FIELD_NAMES & arguments.keys()}
-        refuse_misspelt(arguments, CAB_FIELD_NAMES | constructor_arguments(HFLM))
+        refuse_misspelt_arguments(arguments, CAB_FIELD_NAMES | list_constructor_arguments(HFLM))
         super().__init__(pretrained, **arguments)
         self.model.generation_config = make_greedy_config(self.model)
         apply_cab(self.model, **cab_fields)
@@ -94,7 +94,7 @@ def patch_model_class(model_class: type[HFLM]) -> None:
     all requests, before it prints or saves scores. Calls of a model also raise an error if a logit
     is not finite.
     """
-    original_init, original_model_info, original_detect = (
+    original_init, original_model_info, original_detect_batch_size = (
         model_class.__init__,
         model_class.get_model_info,
         model_class._detect_batch_size,
@@ -103,7 +103,7 @@ def patch_model_class(model_class: type[HFLM]) -> None:
     @functools.wraps(original_init)
     def __init__(self: HFLM, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
-        refuse_not_finite(self.model)
+        refuse_non_finite_logits(self.model)
 
     @functools.wraps(original_model_info)
     def get_model_info(self: HFLM) -> dict[str, Any]:
@@ -112,19 +112,19 @@ def patch_model_class(model_class: type[HFLM]) -> None:
         cab_fields = report_attention(self.model) if was_called else {}
         return {**original_model_info(self), **cab_fields}
 
-    @functools.wraps(original_detect)
+    @functools.wraps(original_detect_batch_size)
     def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:
         # restore the counts of attended pairs afterwards: calls that try batch sizes do not count
         modules = list(self.model.modules())
         pair_counts = [attended_pairs.get(module) for module in modules]
         was_called = getattr(self, "cab_was_asked", False)
-        size = original_detect(self, *args, **kwargs)
+        batch_size = original_detect_batch_size(self, *args, **kwargs)
         for module, pair_count in zip(modules, pair_counts, strict=True):
             attended_pairs.pop(module, None)
             if pair_count is not None:
                 attended_pairs[module] = pair_count
         self.cab_was_asked = was_called
-        return size
+        return batch_size
 
     def record_calls(method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``method`` so that it also records that the model was called."""

@@ -36,7 +36,7 @@ from cab_hf.eval.speed.timing import is_out_of_memory, summarise_error
 from cab_hf.experiment.log import Log, convert_through_json, file_exists, read_log, require_identity
 from cab_hf.experiment.settings import flag, option, read_settings, require
 
-SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
+SHARD_LOG_TEMPLATE = "samples.shard-{}-of-{}.jsonl"
 # the budget that is the measured density or time of another method, usually CAB
 MATCH_BUDGET = "match"
 
@@ -56,9 +56,9 @@ class LongRunSettings(OnModelSettings):
                 "measure everything. Start the processes without a launcher, with `--shard 1/2`, "
                 "`--shard 2/2` and so on."
             )
-        shard = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
-        is_valid = shard and 1 <= int(shard[1]) <= int(shard[2])
-        require(self, "shard", is_valid, "i/n, such as 1/4 for the first of four shards")
+        shard_match = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
+        is_valid_shard = shard_match and 1 <= int(shard_match[1]) <= int(shard_match[2])
+        require(self, "shard", is_valid_shard, "i/n, such as 1/4 for the first of four shards")
 
     def check_methods(self) -> None:
         """Raise an error if ``methods`` is empty or contains an unknown name."""
@@ -72,21 +72,21 @@ class LongRunSettings(OnModelSettings):
             )
         require(self, "methods", self.methods, "at least one name")
 
-    def check_match(self, setting_name: str, match: str, is_available: bool) -> None:
+    def check_match(self, setting_name: str, matched_method: str, can_match: bool) -> None:
         """Raise an error if baselines should have the density of a method that is not measured.
 
         Args:
             setting_name: the setting that the message names.
-            match: name of the method whose density baselines should have.
-            is_available: True if the run measures this method, or if no budget is `MATCH_BUDGET`.
+            matched_method: name of the method whose density baselines should have.
+            can_match: True if the run measures this method, or if no budget is `MATCH_BUDGET`.
         """
         matched_methods = [method for method in self.methods if METHODS[method].is_budget_matched]
         requirement = (
             f"a density such as 0.2, because {', '.join(matched_methods)} would match the "
             "density of "
-            f"{match}, which is not among the methods"
+            f"{matched_method}, which is not among the methods"
         )
-        require(self, setting_name, is_available or not matched_methods, requirement)
+        require(self, setting_name, can_match or not matched_methods, requirement)
 
 
 @lru_cache(maxsize=1)
@@ -117,11 +117,11 @@ class LongRun(OnModel):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self.get_density_measure = cache(
-            lambda key: make_density_measure(self.model, self.fitting_tokens(key))
+            lambda key: make_density_measure(self.model, self.get_fitting_tokens(key))
         )
 
     @abstractmethod
-    def planned_cases(self) -> Iterator[dict[str, Any]]:
+    def list_planned_cases(self) -> Iterator[dict[str, Any]]:
         """Yield all cases in order, without the budget (`BUDGET_FIELD`)."""
 
     @abstractmethod
@@ -145,11 +145,11 @@ class LongRun(OnModel):
         """
 
     @abstractmethod
-    def question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+    def get_question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the key of the question of a case; one shard measures all cases of a question."""
 
     @abstractmethod
-    def fitting_tokens(self, text_key: tuple[Any, ...]) -> Tokens:
+    def get_fitting_tokens(self, text_key: tuple[Any, ...]) -> Tokens:
         """Return the tokens on which density and time are measured when methods are fitted.
 
         Args:
@@ -185,13 +185,13 @@ class LongRun(OnModel):
         return fit_to_cell(method_class, cell)
 
     def num_expected_cases(self) -> int:
-        return sum(1 for _ in self.planned_cases())
+        return sum(1 for _ in self.list_planned_cases())
 
     def cases(
         self, samples: Sequence[Row], planned_cases: Iterable[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, Any]]:
         budget_by_cell: dict[tuple, Any] = {}
-        for case in self.planned_cases() if planned_cases is None else planned_cases:
+        for case in self.list_planned_cases() if planned_cases is None else planned_cases:
             cell = tuple(case[name] for name in self.CELL_FIELDS)
             if cell not in budget_by_cell:
                 budget_by_cell[cell] = self.find_budget(case, samples)
@@ -201,8 +201,8 @@ class LongRun(OnModel):
     def main(cls, arguments: Sequence[str]) -> int:
         experiment = cls(read_settings(cls.Settings, arguments, f"{PROG} {cls.name}", cls.purpose))
         experiment.check_settings()
-        samples = experiment.logged_samples()
-        num_missing = len(experiment.missing_cases(samples))
+        samples = experiment.read_logged_samples()
+        num_missing = len(experiment.list_missing_cases(samples))
         measured_note = f" ({len(samples):,} are measured)" if samples else ""
         message = (
             f"{num_missing:,} cases{measured_note}" if num_missing else "nothing is left to measure"
@@ -235,7 +235,7 @@ class LongRun(OnModel):
             torch.cuda.empty_cache()
         return {**case, self.ERROR_FIELD: reason}
 
-    def logged_samples(self) -> list[Row]:
+    def read_logged_samples(self) -> list[Row]:
         """Return the samples without errors in the logs of the run and of all its shards.
 
         Raises:
@@ -246,7 +246,9 @@ class LongRun(OnModel):
             Path(self.settings.out) / SAMPLES_FILE,
         )
         samples = []
-        for log_path in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
+        for log_path in (
+            [path, *self._list_shard_logs()] if file_exists(path) else self._list_shard_logs()
+        ):
             header, records = read_log(
                 log_path,
                 key_fields=self.CASE_FIELDS,
@@ -258,16 +260,18 @@ class LongRun(OnModel):
             samples += [record for record in records if record.get(self.ERROR_FIELD) is None]
         return samples
 
-    def missing_cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+    def list_missing_cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the planned cases without a sample."""
 
-        def case_key(case: Mapping[str, Any]) -> tuple[Any, ...]:
+        def get_case_key(case: Mapping[str, Any]) -> tuple[Any, ...]:
             return tuple(case[name] for name in self.CASE_FIELDS)
 
-        measured_keys = set(map(case_key, samples))
-        return [case for case in self.planned_cases() if case_key(case) not in measured_keys]
+        measured_keys = set(map(get_case_key, samples))
+        return [
+            case for case in self.list_planned_cases() if get_case_key(case) not in measured_keys
+        ]
 
-    def shard_cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+    def list_shard_cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the cases that this process should measure.
 
         These are the cases of its shard without a sample. Cases whose budget follows from other
@@ -278,15 +282,15 @@ class LongRun(OnModel):
         """
         shard, num_shards = map(int, self.settings.shard.split("/"))
         # divide all questions, also measured ones, so that every process computes the same shards
-        questions = dict.fromkeys(map(self.question_key, self.planned_cases()))
+        questions = dict.fromkeys(map(self.get_question_key, self.list_planned_cases()))
         shard_questions = set(list(questions)[shard - 1 :: num_shards])
         missing_cases = [
-            case for case in self.missing_cases(samples) if not self.must_run_alone(case)
+            case for case in self.list_missing_cases(samples) if not self.must_run_alone(case)
         ]
         ready_cases = [
             case for case in missing_cases if not self.needs_other_samples(case)
         ] or missing_cases
-        return [case for case in ready_cases if self.question_key(case) in shard_questions]
+        return [case for case in ready_cases if self.get_question_key(case) in shard_questions]
 
     def measure_shard(self, samples: Sequence[Row]) -> None:
         """Measure the missing cases of this process's shard.
@@ -295,22 +299,22 @@ class LongRun(OnModel):
             samples: the samples that all processes have logged.
         """
         shard, num_shards = self.settings.shard.split("/")
-        path = Path(self.settings.out) / SHARD_LOG.format(shard, num_shards)
-        cases = self.shard_cases(samples)
+        path = Path(self.settings.out) / SHARD_LOG_TEMPLATE.format(shard, num_shards)
+        cases = self.list_shard_cases(samples)
         with self.open_log(path) as log:
             for case in tqdm(self.cases(samples, cases), "shard", len(cases), unit="case"):
                 log.append(self.measure_sample(case))
 
     def measure_missing(self, log: Log) -> bool:
         num_logged = len(log.records)
-        for path in self._shard_logs():
+        for path in self._list_shard_logs():
             with self.open_log(path) as shard_log:
                 for sample in shard_log.records:
                     log.append(sample)
             path.unlink()
         return super().measure_missing(log) or len(log.records) > num_logged
 
-    def _shard_logs(self) -> list[Path]:
+    def _list_shard_logs(self) -> list[Path]:
         """Return the paths of all shard logs that are not empty files."""
-        paths = sorted(Path(self.settings.out).glob(SHARD_LOG.format("*", "*")))
+        paths = sorted(Path(self.settings.out).glob(SHARD_LOG_TEMPLATE.format("*", "*")))
         return [path for path in paths if path.stat().st_size]

@@ -109,7 +109,7 @@ class OnModel(Experiment):
         model, _ = load_model(
             settings.model, settings.device, settings.dtype, settings.trust_remote_code
         )
-        refuse_not_finite(model)
+        refuse_non_finite_logits(model)
         return model
 
     @cached_property
@@ -134,13 +134,13 @@ class OnModel(Experiment):
     def provenance(self, started: str) -> dict[str, Any]:
         record, lengths = super().provenance(started), sorted(self.settings.lengths)
         repetition_notes = []
-        for name, sentences in self.sentences_by_file().items():
+        for file_name, sentences in self.sentences_by_file().items():
             num_tokens = count_tokens(self.tokenizer, sentences, lengths[-1])
             longer_lengths = [f"{length:,}" for length in lengths if length > num_tokens]
             if longer_lengths:
                 repetition_notes.append(
-                    f"{escape_markdown(name)} has {num_tokens:,} tokens, so that it repeats in "
-                    f"texts of {' and '.join(longer_lengths)} tokens."
+                    f"{escape_markdown(file_name)} has {num_tokens:,} tokens, so that it repeats "
+                    f"in texts of {' and '.join(longer_lengths)} tokens."
                 )
         return {**record, "repeated": repetition_notes} if repetition_notes else record
 
@@ -161,9 +161,9 @@ class OnModel(Experiment):
             ``seconds``: duration of the call.
         """
         with convert_value_errors("model"), method.apply_to(self.model) as read_densities:
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             result = call_model()
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start_time
             layer_densities = read_densities()
         sparse_densities = [density for density in layer_densities if density is not None]
         return {
@@ -243,7 +243,7 @@ def average_sparse_density(samples: Sequence[Row]) -> float | None:
     return fmean(1.0 if density is None else density for density in densities)
 
 
-def refuse_not_finite(model: nn.Module) -> None:
+def refuse_non_finite_logits(model: nn.Module) -> None:
     """Register a hook on ``model`` that raises a UsageError if a logit is not finite."""
 
     def check_logits(model: Any, _: Any, output: Any) -> None:
@@ -267,12 +267,12 @@ def convert_value_errors(setting_name: str) -> Iterator[None]:
     except UsageError:
         raise
     except (NotImplementedError, ValueError) as error:
-        if not _raised_by_cab_hf(error):
+        if not _is_raised_by_cab_hf(error):
             raise
         raise UsageError(f"{setting_name}: {error}") from error
 
 
-def _raised_by_cab_hf(error: BaseException) -> bool:
+def _is_raised_by_cab_hf(error: BaseException) -> bool:
     """Return True if a raise statement in cab_hf, but not in cab_hf.ops, raised the error."""
     *_, (frame, line_number) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")

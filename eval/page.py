@@ -102,8 +102,8 @@ def _describe_refusal(folder: Path, error: Exception) -> str:
 
     The class of the error is part of the message unless it is a ValueError.
     """
-    prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{folder} cannot be shown: {prefix}{first_line(error)}."
+    error_class_prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{folder} cannot be shown: {error_class_prefix}{first_line(error)}."
 
 
 def render_page(results: Sequence[Results]) -> str:

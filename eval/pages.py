@@ -47,7 +47,7 @@ from cab_hf.selection.reference import MAX_KEYS_AT_FULL_THRESHOLD
 # NAME in a marker -> function from the folder of all results to the Markdown text after the marker
 TABLES: dict[str, Callable[[Path], str]] = {}
 # what separates the reason in an error message from the remedy
-REASON_END = re.compile(r"; |\. ")
+REASON_END_PATTERN = re.compile(r"; |\. ")
 # log of a training run that had the GPU alone, relative to the folder of results
 TRAINING_LOG = Path("alone", "log.jsonl")
 WARM_UP_STEPS = 3  # first steps of a training run, which include compilation
@@ -171,14 +171,16 @@ def default(rows: DataFrame) -> DataFrame:
     rows = average_texts(rows)
     rows["attention_ms"] = rows["predict_ms"] + rows["attend_ms"]
     rows["gain"] = 1 / rows["over_dense"]
-    names = "length setting threshold density attention_ms gain continuation.kl"
-    return make_table(rows, f"{names} asked.share recall.share recall_border.share")
+    column_names = "length setting threshold density attention_ms gain continuation.kl"
+    return make_table(rows, f"{column_names} asked.share recall.share recall_border.share")
 
 
 def _make_front_table(rows: DataFrame) -> DataFrame:
     """Return a table of density, time and quality for rows of `average_texts`."""
-    names = "length setting density predict_ms attend_ms continuation.kl"
-    return make_table(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
+    column_names = "length setting density predict_ms attend_ms continuation.kl"
+    return make_table(
+        rows, f"{column_names} recall.share recall_border.share perplexity_border.ratio"
+    )
 
 
 @register_table(FRONT_FOLDERS)
@@ -227,9 +229,9 @@ def models(rows: DataFrame) -> DataFrame:
         num_texts.reset_index(), on=key_columns
     )
     rows["kl"] = format_pairs(rows, "continuation.kl", "full.continuation.kl", format_digits)
-    names = "model length texts density over_dense kl"
-    names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
-    return make_table(rows, names, kl="KL (noise)")
+    column_names = "model length texts density over_dense kl"
+    column_names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
+    return make_table(rows, column_names, kl="KL (noise)")
 
 
 def add_task_mean(rows: DataFrame) -> DataFrame:
@@ -237,9 +239,9 @@ def add_task_mean(rows: DataFrame) -> DataFrame:
 
     Only tasks that all methods of the row's folder have count.
     """
-    for _, run in rows.groupby("folder", sort=False):
-        shares = run[[name for task in TASKS if (name := f"{task}.share") in run]]
-        rows.loc[run.index, "mean"] = shares.dropna(axis=1).mean(axis=1)
+    for _, run_rows in rows.groupby("folder", sort=False):
+        shares = run_rows[[name for task in TASKS if (name := f"{task}.share") in run_rows]]
+        rows.loc[run_rows.index, "mean"] = shares.dropna(axis=1).mean(axis=1)
     return rows
 
 
@@ -253,13 +255,13 @@ def equal_time(rows: DataFrame) -> DataFrame:
         "xattention_fitted": "XAttention",
     }
     rows = sort_by_label(add_task_mean(rows), "method", label_by_method)
-    names = "label density over_dense mean tasks.delta"
+    column_names = "label density over_dense mean tasks.delta"
     headings = {
         "label": "method",
         "mean": "mean of nine tasks",
         "tasks.delta": "difference to dense attention",
     }
-    return make_table(rows, names, **headings)
+    return make_table(rows, column_names, **headings)
 
 
 @register_sentence("fidelity-tasks")
@@ -320,8 +322,8 @@ def variants(rows: DataFrame) -> DataFrame:
         "fp8+liger": "liger-kernel, FP8",
     }
     rows = add_seconds(sort_by_label(rows[rows["ms"].notna()], "variant", label_by_variant))
-    names = "length label implementation seconds over_best density peak_gib"
-    return make_table(rows, names, label="norms, RoPE, MLPs by")
+    column_names = "length label implementation seconds over_best density peak_gib"
+    return make_table(rows, column_names, label="norms, RoPE, MLPs by")
 
 
 @register_table(
@@ -335,8 +337,8 @@ def chunks(rows: DataFrame) -> DataFrame:
 @register_table(["speed-ttft-behind"])
 def cached_questions(rows: DataFrame) -> DataFrame:
     rows = add_seconds(rows[rows["implementation"] == "cab"])
-    names = "behind length baseline_s seconds over_best ceiling density"
-    return make_table(rows, names, length="tokens of the question", seconds="CAB, s")
+    column_names = "behind length baseline_s seconds over_best ceiling density"
+    return make_table(rows, column_names, length="tokens of the question", seconds="CAB, s")
 
 
 @register_sentence("speed-ttft-behind")
@@ -351,9 +353,9 @@ def question(rows: DataFrame) -> str:
 
 def _make_serving_table(rows: DataFrame) -> DataFrame:
     """Return a table of serving times, without implementations that served no request."""
-    names = "longest implementation total_s over_best prompt_tokens_s"
-    names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
-    return make_table(rows[rows["served"].fillna(0) != 0], names)
+    column_names = "longest implementation total_s over_best prompt_tokens_s"
+    column_names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
+    return make_table(rows[rows["served"].fillna(0) != 0], column_names)
 
 
 @register_table(["speed-serve"])
@@ -409,16 +411,16 @@ def longest(rows: DataFrame) -> DataFrame:
         segments=has_segments.map({True: "yes", False: "no"}),
     )
     rows = select_longest(rows, ["gib", "prefill", "segments"])
-    names = "gib prefill segments estimate cab_dense.length length"
+    column_names = "gib prefill segments estimate cab_dense.length length"
     headings = {"cab_dense.length": "dense tokens", "length": "CAB tokens"}
-    return make_table(rows, names, **headings)
+    return make_table(rows, column_names, **headings)
 
 
 @register_table(["speed-lora-4-bits-24", "speed-lora-4-bits-48"])
 def longest_steps(rows: DataFrame) -> DataFrame:
     rows = add_seconds(select_longest(rows.assign(gib=get_setting(rows, "gpu_gib")), ["gib"]))
-    names = "gib length seconds density offloaded host_gib"
-    return make_table(rows, names, seconds="seconds per step")
+    column_names = "gib length seconds density offloaded host_gib"
+    return make_table(rows, column_names, seconds="seconds per step")
 
 
 CODE_PATH_FOLDERS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
@@ -448,8 +450,8 @@ def fp8(rows: DataFrame) -> DataFrame:
 
 def _make_layer_table(rows: DataFrame, **headings: str) -> DataFrame:
     """Return a table of the times of one layer; arguments as in `make_table`."""
-    names = "label length direction density predict_ms ms fastest ratio"
-    return make_table(add_fastest_dense(rows), names, ms="total, ms", **headings)
+    column_names = "label length direction density predict_ms ms fastest ratio"
+    return make_table(add_fastest_dense(rows), column_names, ms="total, ms", **headings)
 
 
 @register_table(
@@ -469,8 +471,8 @@ def sinks(rows: DataFrame) -> DataFrame:
 
 @register_table(["speed-batches"])
 def batches(rows: DataFrame) -> DataFrame:
-    names = "layout batch length density choose_ms attend_ms ms fastest ratio"
-    return make_table(add_fastest_dense(rows), names)
+    column_names = "layout batch length density choose_ms attend_ms ms fastest ratio"
+    return make_table(add_fastest_dense(rows), column_names)
 
 
 @register_table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
@@ -538,16 +540,16 @@ def lora(rows: DataFrame) -> DataFrame:
     )
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])
     headings = {"sdpa.seconds": "sdpa, s", "FA4.seconds": "FA4, s", "seconds": "CAB, s"}
-    names = "over_best ceiling density peak_gib"
-    return make_table(rows, f"length layers {' '.join(headings)} {names}", **headings)
+    column_names = "over_best ceiling density peak_gib"
+    return make_table(rows, f"length layers {' '.join(headings)} {column_names}", **headings)
 
 
 @register_table(["speed-lora-spread"])
 def spread(rows: DataFrame) -> DataFrame:
     rows = rows[rows["ms"].notna()].sort_values(["length", "world"], kind="stable")
-    names = "length world spread implementation seconds tokens_s efficiency"
+    column_names = "length world spread implementation seconds tokens_s efficiency"
     headings = {"seconds": "seconds per step", "tokens_s": "tokens/s per GPU"}
-    return make_table(add_seconds(rows), names, **headings)
+    return make_table(add_seconds(rows), column_names, **headings)
 
 
 @register_table(TRAINING_BY_FOLDER)
@@ -564,14 +566,16 @@ def trained(rows: DataFrame) -> DataFrame:
         # a ratio of 100 or more is not meaningful
         rows[f"{probe}_ratio"] = ratio.where(ratio < 100)
     rows["step_s"] = rows["folder"].map(read_step_seconds)
-    names = "label runs method density recall recall_border each"
+    column_names = "label runs method density recall recall_border each"
     headings = {
         "label": "training",
         "method": "inference",
         "recall": "recall in the prompt",
         "recall_border": "recall at block starts",
     }
-    return make_table(rows, f"{names} perplexity_ratio perplexity_border_ratio step_s", **headings)
+    return make_table(
+        rows, f"{column_names} perplexity_ratio perplexity_border_ratio step_s", **headings
+    )
 
 
 def pool_runs(rows: DataFrame) -> Series:
@@ -591,8 +595,10 @@ def pool_runs(rows: DataFrame) -> Series:
             share, (low, high) = num_right / num_keys, wilson_interval(num_right, num_keys)
         pooled_fields |= {probe: share, f"{probe}_low": low, f"{probe}_high": high}
     for probe in ("perplexity", "perplexity_border"):
-        values = rows[f"{probe}.value"]
-        pooled_fields[probe] = geometric_mean(values) if values.notna().all() else math.nan
+        run_perplexities = rows[f"{probe}.value"]
+        pooled_fields[probe] = (
+            geometric_mean(run_perplexities) if run_perplexities.notna().all() else math.nan
+        )
     return Series(pooled_fields)
 
 
@@ -624,10 +630,10 @@ def parallel(rows: DataFrame) -> DataFrame:
     key_columns = ["folder", "shape", "length", "world", "direction"]
     rows = merge_methods(rows_of_most_ranks, "grouped+cab", "scheme", key_columns)
     rows["gain"] = rows["grouped.ms"] / rows["ms"]
-    names = "ring.efficiency grouped.efficiency efficiency"
-    headings = dict(zip(names.split(), ("ring", "grouped", "grouped+cab"), strict=True))
+    column_names = "ring.efficiency grouped.efficiency efficiency"
+    headings = dict(zip(column_names.split(), ("ring", "grouped", "grouped+cab"), strict=True))
     headings["gain"] = "dense time / CAB time"
-    return make_table(rows, f"shape length world direction {names} density gain", **headings)
+    return make_table(rows, f"shape length world direction {column_names} density gain", **headings)
 
 
 @register_table(["speed-lora-cp", "speed-lora-cp-4", "speed-ttft-1m", "speed-ttft-1m-4"])
@@ -635,8 +641,8 @@ def sharded(rows: DataFrame) -> DataFrame:
     label_by_experiment = {"speed lora": "training step", "speed ttft": "first token"}
     rows = rows.assign(measured=rows["run"].map(lambda run: label_by_experiment[run["experiment"]]))
     rows = add_seconds(rows[rows["implementation"] == "cab"])
-    names = "measured length world baseline_s seconds over_best density peak_gib"
-    return make_table(rows, names, seconds="CAB, s", peak_gib="GiB per GPU")
+    column_names = "measured length world baseline_s seconds over_best density peak_gib"
+    return make_table(rows, column_names, seconds="CAB, s", peak_gib="GiB per GPU")
 
 
 MODELS_BY_TYPE = {
@@ -688,7 +694,7 @@ def describe_layers(row: Row) -> dict[str, str | None]:
     """
     sparse_layers = exact_layers = reason = None
     if row["verdict"] != "exact":
-        reason = REASON_END.split(row["said"])[0]
+        reason = REASON_END_PATTERN.split(row["said"])[0]
     elif row["sparse"] < row["layers"]:
         sparse_layers, exact_layers = "layers without a window", "sliding windows"
     else:
@@ -707,19 +713,20 @@ def supported(rows: DataFrame) -> DataFrame:
 
 @register_table(["families"])
 def supported_by_layers(rows: DataFrame) -> DataFrame:
-    types = supported(rows)
-    types["sparse"] = types["sparse"].fillna("raises an error")
-    groups = types.groupby(["sparse", "exact"], sort=False, dropna=False)
+    type_rows = supported(rows)
+    type_rows["sparse"] = type_rows["sparse"].fillna("raises an error")
+    groups = type_rows.groupby(["sparse", "exact"], sort=False, dropna=False)
     models_by_layers = groups["models"].agg("; ".join).reset_index()
     return models_by_layers.rename(columns={"sparse": "sparse layers", "exact": "exact layers"})
 
 
 @register_sentence("families")
 def families(rows: DataFrame) -> str:
-    counts = rows["verdict"].value_counts()
+    verdict_counts = rows["verdict"].value_counts()
     return (
         f"We tested {len(rows)} causal model types of transformers with every block kept. "
-        f"Of these, {counts['exact']} match dense attention,\n{counts['refused']} raise an error "
-        f"that names the reason, and {counts['not built']} could not be built\n"
+        f"Of these, {verdict_counts['exact']} match dense attention,\n"
+        f"{verdict_counts['refused']} raise an error that names the reason, and "
+        f"{verdict_counts['not built']} could not be built\n"
         "([list](eval/results/families/report.md))."
     )

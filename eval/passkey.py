@@ -56,7 +56,7 @@ from cab_hf.experiment.settings import (
     spell,
 )
 
-ANSWER_TOKENS = 8  # tokens of an answer: five digits, and some tokens around them
+MAX_ANSWER_TOKENS = 8  # tokens of an answer: five digits, and some tokens around them
 STAGES = {
     "prefill": "Decoding is dense, except that streaming, h2o and snapkv no longer have the keys "
     "that they dropped.",
@@ -76,7 +76,7 @@ get_cell_key = itemgetter("method", "length", "keys")
 get_question_key = itemgetter("length", "keys", "depth", "index")
 
 
-def spell_depths(depths: Sequence[float]) -> str:
+def format_depths_option(depths: Sequence[float]) -> str:
     """Return the value of ``--depths`` from which `parse_depths` reads ``depths``."""
     num_depths = str(len(depths))
     return num_depths if parse_depths(num_depths) == tuple(depths) else spell(depths)
@@ -101,7 +101,7 @@ class Settings(LongRunSettings):
         (0.25, 0.5, 0.75),
         "comma-separated depths of the key in the text, 0 to 1; or their number, evenly spaced",
         parse_depths,
-        spell=spell_depths,
+        spell=format_depths_option,
     )
     samples: int | None = by_device(20, 1, "samples per length and depth", int)
     controls: int | None = option(
@@ -132,7 +132,9 @@ class Settings(LongRunSettings):
         self.check_methods()
         require_setting("lengths", self.lengths and min(self.lengths) > 0, "numbers of tokens")
         require_setting(
-            "depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1"
+            "depths",
+            self.depths and all(0 <= depth <= 1 for depth in self.depths),
+            "shares from 0 to 1",
         )
         require_setting("samples", self.samples > 0, "at least 1")
         require_setting(
@@ -141,20 +143,20 @@ class Settings(LongRunSettings):
         require_setting("keys", 1 <= self.keys <= len(PERSON_NAMES), f"1 to {len(PERSON_NAMES)}")
         require_setting("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
         haystack_file = self.haystack
-        is_valid = (
+        is_haystack_valid = (
             haystack_file is None
             if self.filler != "text"
             else haystack_file and Path(haystack_file).is_file()
         )
         requirement = "a text file with --filler text, and left out with another filler"
-        require_setting("haystack", is_valid, requirement)
+        require_setting("haystack", is_haystack_valid, requirement)
         if haystack_file is not None:
             read_sentences("haystack", haystack_file)
         require_setting("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
-        is_available = self.budget != MATCH_BUDGET or Cab.name in self.methods
-        self.check_match("budget", Cab.name, is_available)
-        is_valid = self.budget == MATCH_BUDGET or 0 < self.budget <= 1
-        require_setting("budget", is_valid, f"{MATCH_BUDGET} or a density in (0, 1]")
+        can_match = self.budget != MATCH_BUDGET or Cab.name in self.methods
+        self.check_match("budget", Cab.name, can_match)
+        is_budget_valid = self.budget == MATCH_BUDGET or 0 < self.budget <= 1
+        require_setting("budget", is_budget_valid, f"{MATCH_BUDGET} or a density in (0, 1]")
         # `cab_config` raises an error for fields that CabConfig refuses, before the run starts
         config = self.cab_config
         require_setting(
@@ -189,7 +191,7 @@ class Passkey(LongRun):
     CELL_FIELDS, BUDGET_FIELD = CELL_FIELDS, "budget"
     CASE_FIELDS = (*CELL_FIELDS, "depth", "index")
     EXTENSIBLE_SETTINGS = ("methods", "lengths", "controls", "cab")
-    MAX_NEW_TOKENS = ANSWER_TOKENS
+    MAX_NEW_TOKENS = MAX_ANSWER_TOKENS
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -213,7 +215,7 @@ class Passkey(LongRun):
             hide_needle=hide_needle,
         )
 
-    def fitting_tokens(self, text_key: tuple[int]) -> Tokens:
+    def get_fitting_tokens(self, text_key: tuple[int]) -> Tokens:
         (length,) = text_key
         return self.make_prompt(length, self.settings.depths[0], 0).tokens
 
@@ -233,7 +235,7 @@ class Passkey(LongRun):
         return {**recorded_settings, "cab_config": settings.cab_config.to_dict()}
 
     @property
-    def methods(self) -> dict[str, int]:
+    def num_samples_by_method(self) -> dict[str, int]:
         """Name of each method -> number of prompts per length and depth, in measured order."""
         settings = self.settings
         # methods whose budget may be CAB's density come after CAB
@@ -245,9 +247,11 @@ class Passkey(LongRun):
             control_methods, settings.controls
         )
 
-    def planned_cases(self) -> Iterator[dict[str, Any]]:
+    def list_planned_cases(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
-        for length, (method, num_samples) in product(settings.lengths, self.methods.items()):
+        for length, (method, num_samples) in product(
+            settings.lengths, self.num_samples_by_method.items()
+        ):
             cell = {"method": method, "length": length, "keys": settings.keys}
             for depth, index in product(settings.depths, range(num_samples)):
                 yield {**cell, "depth": depth, "index": index}
@@ -271,7 +275,7 @@ class Passkey(LongRun):
     def measured_fields(sample: Row) -> Sequence[str]:
         return MEASURED_FIELDS
 
-    def question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+    def get_question_key(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         return get_question_key(case)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +302,7 @@ class Passkey(LongRun):
         """Return the model's greedy answer to a prompt as text."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
-        with greedy_generation(model, ANSWER_TOKENS) as generation_config:
+        with greedy_generation(model, MAX_ANSWER_TOKENS) as generation_config:
             output_ids = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -417,15 +421,15 @@ def _make_row(cell: Sequence[Row], dense_by_question: Mapping[tuple, Row]) -> di
     return {**row, "by_depth": accuracy_by_depth}
 
 
-def _format_fraction(count: str, total: str, row: Row) -> str | None:
+def _format_fraction(count_field: str, total_field: str, row: Row) -> str | None:
     """Format two fields of a row as ``9 of 20``; None if the second is missing or 0.
 
     Args:
-        count: name of the first field.
-        total: name of the second field.
+        count_field: name of the first field.
+        total_field: name of the second field.
         row: the row.
     """
-    return f"{row[count]} of {row[total]}" if row.get(total) else None
+    return f"{row[count_field]} of {row[total_field]}" if row.get(total_field) else None
 
 
 COLUMNS = {

@@ -61,9 +61,9 @@ def compute_plan(settings: Settings) -> dict[str, Any]:
     model, tokenizer = load_model(settings.model, device=settings.device)
     ids = tokenizer(Path(settings.text).read_text(errors="ignore"), return_tensors="pt").input_ids
     ids = ids.repeat(1, -(-settings.length // ids.shape[1]))[:, : settings.length]
-    plan, heads = _select_plan(model, ids, settings.layer)
-    plan = plan.select_heads([settings.head // plan.shared_by(heads)])
-    selected = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
+    plan, num_heads = _select_plan(model, ids, settings.layer)
+    plan = plan.select_heads([settings.head // plan.shared_by(num_heads)])
+    packed_rows = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
     recorded_settings = {
         name: value for name, value in asdict(settings).items() if name not in ("out", "text")
     }
@@ -73,7 +73,7 @@ def compute_plan(settings: Settings) -> dict[str, Any]:
         "key_block": plan.key_block,
         "density": plan.density(),
         "provenance": provenance,
-        "rows": [block_row.tobytes().hex() for block_row in selected],
+        "rows": [block_row.tobytes().hex() for block_row in packed_rows],
     }
 
 
@@ -83,7 +83,7 @@ def draw_picture(results: Path) -> None:
 
     plan = json.loads((results / PLAN_FILE).read_text())
     packed_rows = numpy.array([list(bytes.fromhex(row)) for row in plan["rows"]], dtype=numpy.uint8)
-    selected = numpy.unpackbits(packed_rows, axis=-1).astype(bool)
+    is_selected = numpy.unpackbits(packed_rows, axis=-1).astype(bool)
     time_rows = [
         row
         for row in read_results(results / TIMES_FOLDER).rows
@@ -92,26 +92,26 @@ def draw_picture(results: Path) -> None:
     with charts.figure(results / PICTURE_FILE, 1, 2, figsize=(10, 4.2)) as (
         (left_axes, right_axes),
     ):
-        _draw_plan(left_axes, selected, plan)
+        _draw_plan(left_axes, is_selected, plan)
         _draw_times(right_axes, time_rows)
 
 
-def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
+def _draw_plan(axis: Any, is_selected: Any, plan: dict[str, Any]) -> None:
     """Draw the selected blocks in blue, and all other causal blocks in grey.
 
     Args:
         axis: the axes.
-        selected: bool [query blocks, key blocks].
+        is_selected: bool [query blocks, key blocks].
         plan: the content of ``plan.json``.
     """
     import numpy
 
-    num_rows, num_columns = selected.shape
-    query_block_ends = numpy.arange(1, num_rows + 1)[:, None] * plan["query_block"]
-    is_causal = numpy.arange(num_columns) * plan["key_block"] < query_block_ends
-    image = numpy.ones((num_rows, num_columns, 3))
+    num_query_blocks, num_key_blocks = is_selected.shape
+    query_block_ends = numpy.arange(1, num_query_blocks + 1)[:, None] * plan["query_block"]
+    is_causal = numpy.arange(num_key_blocks) * plan["key_block"] < query_block_ends
+    image = numpy.ones((num_query_blocks, num_key_blocks, 3))
     image[is_causal] = (0.88, 0.88, 0.88)
-    image[selected] = (0.09, 0.39, 0.67)
+    image[is_selected] = (0.09, 0.39, 0.67)
     length = plan["length"]
     axis.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
     ticks = range(0, length + 1, length // 4)
@@ -126,17 +126,17 @@ def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
+def _draw_times(axis: Any, time_rows: Sequence[dict[str, Any]]) -> None:
     """Draw bars of the seconds of dense attention and of CAB for each prompt length."""
-    width = 0.3
-    for tick, row in enumerate(times):
+    bar_width = 0.3
+    for tick, row in enumerate(time_rows):
         dense_s, cab_s = row["baseline_ms"] / 1000, row["ms"] / 1000
         # label only the first two bars, because each label adds an entry to the legend
         labels = ("dense", "CAB") if tick == 0 else (None, None)
-        axis.bar(tick - width / 2, dense_s, width, color=DENSE_COLOUR, label=labels[0])
-        axis.bar(tick + width / 2, cab_s, width, color=CAB_COLOUR, label=labels[1])
+        axis.bar(tick - bar_width / 2, dense_s, bar_width, color=DENSE_COLOUR, label=labels[0])
+        axis.bar(tick + bar_width / 2, cab_s, bar_width, color=CAB_COLOUR, label=labels[1])
         text_style = {"va": "bottom", "fontsize": 11}
-        axis.text(tick - width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **text_style)
+        axis.text(tick - bar_width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **text_style)
         speedup_text = f"{row['over_best']:.1f} × faster\n{cab_s:.1f} s"
         axis.text(
             tick + 0.02,
@@ -148,10 +148,11 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
             **text_style,
         )
     axis.set_xticks(
-        range(len(times)), [f"{charts.format_tokens(row['length'])} tokens" for row in times]
+        range(len(time_rows)),
+        [f"{charts.format_tokens(row['length'])} tokens" for row in time_rows],
     )
-    axis.set_xlim(-0.5, len(times) - 0.5)
-    axis.set_ylim(0, 1.1 * max(row["baseline_ms"] for row in times) / 1000)
+    axis.set_xlim(-0.5, len(time_rows) - 0.5)
+    axis.set_ylim(0, 1.1 * max(row["baseline_ms"] for row in time_rows) / 1000)
     axis.set_ylabel("seconds")
     axis.set_title("Time to the first token, shape of LLaMA-3-8B", fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)

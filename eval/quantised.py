@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def linear_layers(model: Any) -> list[nn.Linear]:
+def list_linear_layers(model: Any) -> list[nn.Linear]:
     """Return the linear layers in the decoder layers of a causal LM of transformers."""
     return [module for module in model.model.modules() if isinstance(module, nn.Linear)]
 
@@ -38,8 +38,8 @@ def _compile_rounding() -> None:
     """
     from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 
-    for name in ("_choose_scale_float8", "_quantize_affine_float8"):
-        setattr(float8_tensor, name, torch.compile(getattr(float8_tensor, name)))
+    for function_name in ("_choose_scale_float8", "_quantize_affine_float8"):
+        setattr(float8_tensor, function_name, torch.compile(getattr(float8_tensor, function_name)))
 
 
 def to_4_bits(model: Any, dtype: str) -> None:
@@ -59,7 +59,7 @@ def to_4_bits(model: Any, dtype: str) -> None:
         "compress_statistics": quantization.bnb_4bit_use_double_quant,
         "quant_storage": quantization.bnb_4bit_quant_storage,
     }
-    for path, module in [*model.model.named_modules()]:
+    for module_path, module in [*model.model.named_modules()]:
         if isinstance(module, nn.Linear):
             packed_linear = Linear4bit(
                 module.in_features,
@@ -73,6 +73,6 @@ def to_4_bits(model: Any, dtype: str) -> None:
                 module.weight.data, requires_grad=False, **weight_options
             )
             # bitsandbytes packs the weights when they move to the device
-            model.model.set_submodule(path, packed_linear.to(model.device))
+            model.model.set_submodule(module_path, packed_linear.to(model.device))
     # PEFT reads this attribute to choose LoRA layers for 4-bit weights
     model.is_loaded_in_4bit = True

@@ -49,7 +49,7 @@ This page shows every committed run. Each folder is one run of an experiment:
 
 The command below a figure repeats the run. Runs of cab_hf 0.2 selected blocks by means and bounds
 of keys and by outlier queries; their lines name that version."""
-MARKED_TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+MARKED_TABLE_PATTERN = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def render_results_page(results: Path) -> str:
@@ -114,10 +114,10 @@ def update_tables(page: str, results: Path, link_prefix: str = "") -> str:
         table = TABLES[name](results).replace("](eval/", f"]({link_prefix}eval/")
         return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
 
-    text, num_tables = MARKED_TABLE.subn(replace_table, page)
+    updated_page, num_tables = MARKED_TABLE_PATTERN.subn(replace_table, page)
     if num_tables != page.count("<!-- table: "):
         raise ValueError("each table in the page must end with <!-- end -->.")
-    return text
+    return updated_page
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,13 @@ def _add_run(folder: Path, results: Path, undo_stack: ExitStack) -> str:
 def _write_pages(settings: Settings, results: Path) -> None:
     """Write all pages; write no page if the text of a marker cannot be computed."""
     page = Path(settings.page)
-    pages = {
+    text_by_path = {
         results / "README.md": render_results_page(results),
         page: update_tables(page.read_text(), results),
     }
     for path in (*sorted(Path(settings.docs).glob("*.md")), Path(settings.training)):
-        pages[path] = update_tables(path.read_text(), results, link_prefix="../")
-    for path, text in pages.items():
+        text_by_path[path] = update_tables(path.read_text(), results, link_prefix="../")
+    for path, text in text_by_path.items():
         write_atomically(path, text)
 
 

@@ -17,9 +17,9 @@ from cab_hf.experiment.log import remove_packed_file, write_atomically
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-UNESCAPED_BAR = re.compile(r"(?<!\\)\|")  # a vertical bar that no backslash escapes
+UNESCAPED_BAR_PATTERN = re.compile(r"(?<!\\)\|")  # a vertical bar that no backslash escapes
 MISSING_CELL = "–"
-CELL_PADDING = re.compile(r" {2,}\|")  # spaces that align the columns of a table
+CELL_PADDING_PATTERN = re.compile(r" {2,}\|")  # spaces that align the columns of a table
 
 
 def write_results(
@@ -90,7 +90,7 @@ def as_markdown(table: DataFrame) -> str:
     cells = table.astype(object).where(table.notna(), None).map(_format_cell)
     heading, _, *body_lines = cells.to_markdown(index=False, disable_numparse=True).splitlines()
     # remove the alignment: otherwise a longer cell would change all lines of the table in a diff
-    lines = [CELL_PADDING.sub(" |", line) for line in (heading, *body_lines)]
+    lines = [CELL_PADDING_PATTERN.sub(" |", line) for line in (heading, *body_lines)]
     lines.insert(1, "| --- " * table.shape[1] + "|")
     return "\n".join(lines)
 
@@ -102,7 +102,7 @@ def _format_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     # a line break would end the row, and a bar would end the cell
-    return UNESCAPED_BAR.sub(r"\|", " ".join(str(value).splitlines()))
+    return UNESCAPED_BAR_PATTERN.sub(r"\|", " ".join(str(value).splitlines()))
 
 
 def format_with_interval(

@@ -92,13 +92,17 @@ def describe_source(results: Sequence[Results]) -> str:
 
     A second sentence names cab_hf 0.2 if one of the runs has settings of that version.
     """
-    runs = [result.provenance for result in results]
+    provenance_records = [result.provenance for result in results]
     # recorded devices may end with ", code of" and a compute capability
-    devices = _join_distinct(run["device"].partition(", code of")[0] for run in runs)
-    versions = _join_distinct(run["versions"]["torch"] for run in runs)
-    commits = _join_distinct(_shorten_commit(run["commit"] or "unknown") for run in runs)
+    devices = _join_distinct(
+        record["device"].partition(", code of")[0] for record in provenance_records
+    )
+    versions = _join_distinct(record["versions"]["torch"] for record in provenance_records)
+    commits = _join_distinct(
+        _shorten_commit(record["commit"] or "unknown") for record in provenance_records
+    )
     sentence = f"Measured on {devices} with torch {versions} at commit {commits}."
-    has_old_configs = [_has_old_config(run["settings"]) for run in runs]
+    has_old_configs = [_has_old_config(record["settings"]) for record in provenance_records]
     if any(has_old_configs):
         sentence += (
             f" {'All' if all(has_old_configs) else 'Some'} runs select blocks as cab_hf 0.2 did."

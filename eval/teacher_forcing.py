@@ -90,14 +90,16 @@ def compute_nll(model: Any, reading: Reading) -> dict[str, float | int]:
         ``count``: the number of tokens.
     """
     logits = predict_logits(model, reading)
-    targets = get_target_ids(reading, logits.device)
+    target_ids = get_target_ids(reading, logits.device)
     total_nll = sum(
-        F.cross_entropy(chunk_logits.float(), chunk_targets, reduction="sum").item()
-        for chunk_logits, chunk_targets in zip(
-            logits.split(MAX_FLOAT32_POSITIONS), targets.split(MAX_FLOAT32_POSITIONS), strict=True
+        F.cross_entropy(chunk_logits.float(), chunk_target_ids, reduction="sum").item()
+        for chunk_logits, chunk_target_ids in zip(
+            logits.split(MAX_FLOAT32_POSITIONS),
+            target_ids.split(MAX_FLOAT32_POSITIONS),
+            strict=True,
         )
     )
-    return {"nll": total_nll, "count": len(targets)}
+    return {"nll": total_nll, "count": len(target_ids)}
 
 
 def get_target_ids(reading: Reading, device: torch.device) -> Tensor:
@@ -138,12 +140,12 @@ def compare_log_probs(
     kl = F.kl_div(log_probs, dense_log_probs, log_target=True, reduction="none").sum(
         -1, dtype=torch.float64
     )
-    targets = get_target_ids(reading, log_probs.device)
+    target_ids = get_target_ids(reading, log_probs.device)
     return {
         "kl": kl.sum().item(),
         "agree": int((log_probs.argmax(-1) == dense_log_probs.argmax(-1)).sum()),
-        "nll": F.nll_loss(log_probs, targets, reduction="sum").item(),
-        "count": len(targets),
+        "nll": F.nll_loss(log_probs, target_ids, reduction="sum").item(),
+        "count": len(target_ids),
     }
 
 

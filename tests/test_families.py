@@ -24,19 +24,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cab_hf.eval.experiment import run
 from cab_hf.eval.families import (
-    EXACT,
-    FAILS,
-    FOLDER_VARIABLE,
-    NOT_BUILT,
-    NOT_REACHED,
-    PARTLY_REFUSED,
-    REFUSED,
-    WRONG,
+    EXACT_VERDICT,
+    FAILS_VERDICT,
+    NOT_BUILT_VERDICT,
+    NOT_REACHED_VERDICT,
+    PARTLY_REFUSED_VERDICT,
+    REFUSED_VERDICT,
+    RESULTS_FOLDER_VARIABLE,
+    WRONG_VERDICT,
     Settings,
     make_row,
 )
 
-SWEEP_FOLDER = os.environ.get(FOLDER_VARIABLE)
+SWEEP_FOLDER = os.environ.get(RESULTS_FOLDER_VARIABLE)
 FOLDER_NAME_BY_RANKS = {1: "families", 2: "families-context-parallel"}
 # types for which "cab" must be exact: with experts, latent attention, windows, recurrent layers,
 # cross-attention or layers of different types
@@ -135,19 +135,21 @@ def test_model_type_is_exact_or_raises(case):
     model_type, num_ranks = case
     result_row = compute_result_row(model_type, num_ranks)
     if case not in EXPECTED_ERRORS:
-        assert result_row["verdict"] in (EXACT, REFUSED, NOT_BUILT), result_row
+        assert result_row["verdict"] in (EXACT_VERDICT, REFUSED_VERDICT, NOT_BUILT_VERDICT), (
+            result_row
+        )
     elif EXPECTED_ERRORS[case] is not None:
-        assert result_row["verdict"] == REFUSED and re.search(
+        assert result_row["verdict"] == REFUSED_VERDICT and re.search(
             EXPECTED_ERRORS[case], result_row["said"]
         ), result_row
     else:
-        assert result_row["verdict"] == EXACT and result_row["layers"] > 0, result_row
+        assert result_row["verdict"] == EXACT_VERDICT and result_row["layers"] > 0, result_row
         if num_ranks == 1:
             assert (
                 result_row["by_name"]
                 == result_row["applied"]
-                == result_row.get("windowed", EXACT)
-                == EXACT
+                == result_row.get("windowed", EXACT_VERDICT)
+                == EXACT_VERDICT
             ), result_row
             assert (
                 result_row["layers"] >= result_row["sparse"] > 0
@@ -160,7 +162,7 @@ def test_model_type_is_exact_or_raises(case):
 def test_windows_and_dynamic_rope_are_exact_over_ranks(build_name):
     assert (
         compute_result_row("mistral" if build_name == "dynamic" else "mixtral", 2)[build_name]
-        == EXACT
+        == EXACT_VERDICT
     )
 
 
@@ -184,7 +186,11 @@ def raise_key_error(module, *args, **kwargs):
 
 @pytest.mark.parametrize(
     ("wrong_attention", "verdict"),
-    [(attend_without_first_key, WRONG), (return_nan, FAILS), (raise_key_error, FAILS)],
+    [
+        (attend_without_first_key, WRONG_VERDICT),
+        (return_nan, FAILS_VERDICT),
+        (raise_key_error, FAILS_VERDICT),
+    ],
 )
 def test_wrong_attention_is_detected(wrong_attention, verdict):
     original_attention = ALL_ATTENTION_FUNCTIONS["cab"]
@@ -238,55 +244,58 @@ def make_sample_over_ranks(text_outcome, packed_outcome):
 SAMPLES = {
     "exact": (
         make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
-        EXACT,
+        EXACT_VERDICT,
     ),
     "not-reached": (
         make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 0),
-        NOT_REACHED,
+        NOT_REACHED_VERDICT,
     ),
     "refused": (
         make_sample([REFUSED_OUTCOME, REFUSED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
-        REFUSED,
+        REFUSED_VERDICT,
     ),
     "one-input-refused": (
         make_sample([EXACT_OUTCOME, REFUSED_OUTCOME], [EXACT_OUTCOME, REFUSED_OUTCOME], 2),
-        PARTLY_REFUSED,
+        PARTLY_REFUSED_VERDICT,
     ),
     "one-switch-refused": (
         make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
-        PARTLY_REFUSED,
+        PARTLY_REFUSED_VERDICT,
     ),
     "one-input-off": (
         make_sample([EXACT_OUTCOME, INEXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
-        WRONG,
+        WRONG_VERDICT,
     ),
     "one-switch-fails": (
         make_sample([FAILED_OUTCOME, FAILED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
-        FAILS,
+        FAILS_VERDICT,
     ),
     "not-a-number": (
         make_sample([EXACT_OUTCOME, NAN_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
-        WRONG,
+        WRONG_VERDICT,
     ),
-    "ranks-exact": (make_sample_over_ranks(EXACT_STEP, EXACT_STEP), EXACT),
-    "ranks-refused": (make_sample_over_ranks(REFUSED_OUTCOME, REFUSED_OUTCOME), REFUSED),
+    "ranks-exact": (make_sample_over_ranks(EXACT_STEP, EXACT_STEP), EXACT_VERDICT),
+    "ranks-refused": (make_sample_over_ranks(REFUSED_OUTCOME, REFUSED_OUTCOME), REFUSED_VERDICT),
     "ranks-one-input-refused": (
         make_sample_over_ranks(EXACT_STEP, REFUSED_OUTCOME),
-        PARTLY_REFUSED,
+        PARTLY_REFUSED_VERDICT,
     ),
     "ranks-gradients-off": (
         make_sample_over_ranks(EXACT_STEP, {**EXACT_STEP, "gradients": 2e-5}),
-        WRONG,
+        WRONG_VERDICT,
     ),
     "ranks-not-a-number": (
         make_sample_over_ranks({**EXACT_STEP, "logits": math.inf}, EXACT_STEP),
-        WRONG,
+        WRONG_VERDICT,
     ),
-    "ranks-loss-off": (make_sample_over_ranks({**EXACT_STEP, "loss": 2e-5}, EXACT_STEP), WRONG),
-    "ranks-an-error": (make_sample_over_ranks(FAILED_OUTCOME, REFUSED_OUTCOME), FAILS),
+    "ranks-loss-off": (
+        make_sample_over_ranks({**EXACT_STEP, "loss": 2e-5}, EXACT_STEP),
+        WRONG_VERDICT,
+    ),
+    "ranks-an-error": (make_sample_over_ranks(FAILED_OUTCOME, REFUSED_OUTCOME), FAILS_VERDICT),
     "ranks-not-reached": (
         make_sample_over_ranks({**EXACT_STEP, "layers": 0}, EXACT_STEP),
-        NOT_REACHED,
+        NOT_REACHED_VERDICT,
     ),
 }
 
@@ -298,7 +307,7 @@ def test_verdict_is_the_worst_outcome(sample, verdict):
 
 def test_inputs_whose_padding_changes_the_model_are_not_compared():
     row = make_row({"model_type": "x", **examine_model_type("recurrent_gemma")})
-    assert row["verdict"] == EXACT and row["reads_padding"] == ["left padded"]
+    assert row["verdict"] == EXACT_VERDICT and row["reads_padding"] == ["left padded"]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +358,7 @@ def test_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
         run(Sweep(Settings(types=(model_type,), ranks=2, out=str(tmp_path))))
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     verdicts = {row["model_type"]: row["verdict"] for row in rows}
-    assert verdicts == {"bamba": REFUSED, "llama": EXACT, "opt": NOT_BUILT}
+    assert verdicts == {"bamba": REFUSED_VERDICT, "llama": EXACT_VERDICT, "opt": NOT_BUILT_VERDICT}
     assert (tmp_path / "figure.png").stat().st_size > 0
     report_text = (tmp_path / "report.md").read_text()
     assert "Of 3 types 2 could be built: 1 attend exactly" in report_text

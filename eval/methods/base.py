@@ -19,7 +19,7 @@ import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.kv_cache import read_with_cache
-from cab_hf.eval.quantised import linear_layers, to_8_bits
+from cab_hf.eval.quantised import list_linear_layers, to_8_bits
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -170,9 +170,9 @@ def make_density_measure(model: PreTrainedModel, tokens: Sequence[int]) -> Confi
     @torch.no_grad()
     def measure_density(config: CabConfig) -> float:
         ids = torch.tensor([tokens], device=model.device)
-        with Cab(config).apply_to(model) as densities:
+        with Cab(config).apply_to(model) as read_densities:
             model(ids, use_cache=False, logits_to_keep=1)
-            sparse_densities = [density for density in densities() if density is not None]
+            sparse_densities = [density for density in read_densities() if density is not None]
         return fmean(sparse_densities) if sparse_densities else 1.0
 
     return measure_density
@@ -274,7 +274,7 @@ class Fp8(Dense):
 
     @contextmanager
     def apply_to(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        original_weights = {layer: layer.weight for layer in linear_layers(model)}
+        original_weights = {layer: layer.weight for layer in list_linear_layers(model)}
         to_8_bits(model)
         try:
             yield lambda: [None]

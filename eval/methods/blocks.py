@@ -259,7 +259,7 @@ def select_fewest_entries(
     Returns:
         bool, in the shape of ``shares``.
     """
-    # sort forced entries before all others; the cumulative sum uses the entries of ``share``
+    # sort forced entries before all others; the cumulative sum uses the entries of ``shares``
     priority = torch.where(is_forced, 2.0, shares).masked_fill(~is_visible, -1.0)
     sort_indices = priority.argsort(dim=-1, descending=True, stable=True)
     sorted_shares = shares.gather(-1, sort_indices)
@@ -331,9 +331,9 @@ class Streaming(Cab):
         base_config = cell.config_without_cab.changed(
             predictor=cls.name, sink_blocks=1, dense_tail_blocks=0
         )
-        window_sizes = range(1, -(-cell.length // base_config.key_block) + 1)
+        window_blocks = range(1, -(-cell.length // base_config.key_block) + 1)
         config = find_nearest_config_on_random_qk(
-            window_sizes, lambda window: replace(base_config, local_blocks=window), cell
+            window_blocks, lambda window: replace(base_config, local_blocks=window), cell
         )
         return cls(config)
 

@@ -121,13 +121,13 @@ class CachedTokens(NamedTuple):
         num_cached = self.received_attention.shape[-1]
         if num_cached <= num_kept_tokens:
             return self
-        num_old = num_cached - num_recent_tokens
+        num_old_tokens = num_cached - num_recent_tokens
         heavy_indices = (
-            self.received_attention[..., :num_old]
+            self.received_attention[..., :num_old_tokens]
             .topk(num_kept_tokens - num_recent_tokens, dim=-1, sorted=False)
             .indices
         )
-        latest_indices = torch.arange(num_old, num_cached, device=heavy_indices.device)
+        latest_indices = torch.arange(num_old_tokens, num_cached, device=heavy_indices.device)
         latest_indices = latest_indices.expand(*heavy_indices.shape[:2], -1)
         # [B, H_kv, tokens]
         kept_indices = torch.cat([heavy_indices.sort(-1).values, latest_indices], dim=-1)

@@ -183,7 +183,7 @@ def score_vertical_slash(
     window_indices = (min_distances + num_negative_distances).clamp(
         0, kv_length - 1 + num_negative_distances
     )
-    # entry t: the maximum score of the distances t - num_negative to t
+    # entry t: the maximum score of the distances t - num_negative_distances to t
     padded_attention = F.pad(
         attention_by_distance, (num_negative_distances, num_negative_distances)
     )
@@ -216,9 +216,9 @@ def estimate_last_block(
     gather_indices = query_indices.clamp(min=0)[:, None, :, None].expand(
         -1, q.shape[1], -1, q.shape[3]
     )
-    is_valid = (query_indices >= 0)[:, None, :, None]
-    query_sums = (q.gather(2, gather_indices).float() * is_valid).sum(2, keepdim=True)
-    mean_query = query_sums / is_valid.sum(2, keepdim=True).clamp(min=1)
+    is_real_query = (query_indices >= 0)[:, None, :, None]
+    query_sums = (q.gather(2, gather_indices).float() * is_real_query).sum(2, keepdim=True)
+    mean_query = query_sums / is_real_query.sum(2, keepdim=True).clamp(min=1)
     first_keys, last_keys = (
         x.gather(1, query_indices.clamp(min=0)) for x in (ranges.start, ranges.end)
     )
@@ -251,8 +251,8 @@ def select_blocks_by_tokens(token_shares: Tensor, min_share: Tensor, block_token
     """Return a mask of the blocks with the largest sums of attention, bool [..., M].
 
     Let n be the smallest number of tokens whose attention sums to more than ``min_share``. As in
-    the original, n // size + 1 blocks are selected, but at least as many as
-    `FLEXPREFILL_MIN_TOKENS` tokens fill. All blocks are selected if ``min_share`` is 1.
+    the original, n // block_tokens + 1 blocks are selected, but at least as many
+    as `FLEXPREFILL_MIN_TOKENS` tokens fill. All blocks are selected if ``min_share`` is 1.
 
     Args:
         token_shares: attention that each token receives, [..., N], sums to 1.
@@ -300,7 +300,7 @@ def select_touched_blocks(
     # [B, H, M_k + 1], entry t: number of kept diagonals below t
     kept_diagonal_counts = F.pad(is_kept_diagonal.cumsum(-1), (1, 0))
 
-    def count_below(distance: Tensor) -> Tensor:
+    def count_kept_below(distance: Tensor) -> Tensor:
         gather_indices = distance.clamp(0, is_kept_column.shape[-1]).flatten(1).unsqueeze(1)
         counts_below = kept_diagonal_counts.gather(
             -1, gather_indices.expand(-1, kept_diagonal_counts.shape[1], -1)
@@ -308,7 +308,7 @@ def select_touched_blocks(
         return counts_below.unflatten(-1, distance.shape[1:])
 
     return is_kept_column.unsqueeze(2) | (
-        count_below(max_distances + 1) > count_below(min_distances)
+        count_kept_below(max_distances + 1) > count_kept_below(min_distances)
     )
 
 

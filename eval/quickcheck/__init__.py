@@ -25,7 +25,7 @@ from cab_hf.data.documents import count_tokens
 from cab_hf.data.needles import split_sentences
 from cab_hf.eval.experiment import PROG
 from cab_hf.eval.haystack import read_text
-from cab_hf.eval.on_model import OnModelSettings, convert_value_errors, refuse_not_finite
+from cab_hf.eval.on_model import OnModelSettings, convert_value_errors, refuse_non_finite_logits
 from cab_hf.eval.quickcheck import advice, budget, report
 from cab_hf.eval.quickcheck.budget import Scope, Step, find_next_step
 from cab_hf.eval.quickcheck.measure import (
@@ -145,7 +145,7 @@ class Settings(OnModelSettings):
         sentences_by_text = []
         for text_name in self.texts:
             text_parts = (
-                _read_built_in()
+                _read_built_in_texts()
                 if text_name == BUILT_IN_TEXT_NAME
                 else [read_text("texts", text_name)]
             )
@@ -172,7 +172,7 @@ class Settings(OnModelSettings):
         return recorded_settings
 
 
-def _read_built_in() -> list[str]:
+def _read_built_in_texts() -> list[str]:
     """Return Python's reference pages and the source code of `SOURCE_MODULES`."""
     source_codes = (
         Path(importlib.util.find_spec(module_name).origin).read_text("utf-8")
@@ -245,7 +245,7 @@ def run(settings: Settings, start_time: float) -> list[dict[str, Any]]:
         )
         rows = list(log.records)
     provenance_record["finished"] = utc_now()
-    command_line = shlex.join([*PROG.split(), "quickcheck", *spell_options(settings)])
+    command_line = shlex.join([*PROG.split(), "quickcheck", *format_command_options(settings)])
     _write_results(
         settings,
         scope,
@@ -274,7 +274,7 @@ def _load_model(settings: Settings) -> tuple[Any, Any]:
             f"model must be a causal LM with attention that CAB can compute, got "
             f"{settings.model!r}, which has {unsupported_reason}. Give a decoder model."
         )
-    refuse_not_finite(model)
+    refuse_non_finite_logits(model)
     return model, tokenizer
 
 
@@ -461,7 +461,7 @@ def _write_results(
     print(f"\nsettings: {out_folder / CONFIG_FILE}\nreport: {out_folder / REPORT_FILE}")
 
 
-def spell_options(settings: Settings) -> list[str]:
+def format_command_options(settings: Settings) -> list[str]:
     """Return the options of a command line that repeats the run, without folders."""
     command_options = ["--model", settings.model]
     if settings.texts != (BUILT_IN_TEXT_NAME,):

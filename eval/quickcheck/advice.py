@@ -17,8 +17,8 @@ Row = Mapping[str, Any]
 DENSE, CAB, FULL = "dense", "cab", "full"
 # Smallest speed-up with which CAB pays. Smaller speed-ups are within the noise of timing.
 MIN_PAYING_SPEEDUP = 1.02
-# exponent in KL ~ threshold ** SLOPE, assumed before two thresholds are measured: half of a
-# threshold has 0.6 times the KL
+# exponent a in KL ~ threshold ** a, assumed before two thresholds are measured: half of a threshold
+# has 0.6 times the KL
 DEFAULT_KL_EXPONENT = 0.75
 MAX_KL_POINTS = 5  # largest number of thresholds that a search measures, including the first
 # largest factor by which the search multiplies or divides a measured threshold
@@ -228,13 +228,13 @@ def find_break_even_length(
         for index, (_, speedup) in enumerate(ascending_speedups)
         if speedup < MIN_PAYING_SPEEDUP
     ]
-    first_index = losing_indices[-1] + 1 if losing_indices else 0
-    if first_index >= len(ascending_speedups):
+    first_paying_index = losing_indices[-1] + 1 if losing_indices else 0
+    if first_paying_index >= len(ascending_speedups):
         return None
-    length, speedup = ascending_speedups[first_index]
-    if first_index == 0:
+    length, speedup = ascending_speedups[first_paying_index]
+    if first_paying_index == 0:
         return length
-    shorter_length, lower_speedup = ascending_speedups[first_index - 1]
+    shorter_length, lower_speedup = ascending_speedups[first_paying_index - 1]
     log_fraction = (MIN_PAYING_SPEEDUP - lower_speedup) / (speedup - lower_speedup)
     interpolated_length = exp(log(shorter_length) + log_fraction * log(length / shorter_length))
     return min(length, ceil(interpolated_length / multiple_tokens) * multiple_tokens)
@@ -365,13 +365,13 @@ def _summarise_threshold(
 ) -> Summary | None:
     """Return the summary of a threshold at a length; None if nothing was measured."""
     timed_rows = select_rows(rows, measure="ttft", length=length, threshold=threshold)
-    mean_of_kl = compute_mean_kl(rows, length, threshold)
+    mean_kl = compute_mean_kl(rows, length, threshold)
     recall, border_recall = (
         count_found_keys(rows=rows, measure=measure, length=length, method=CAB, threshold=threshold)
         for measure in ("recall", "recall_border")
     )
     densities = find_densities(rows, length, threshold)
-    if not timed_rows and isnan(mean_of_kl) and recall is None and border_recall is None:
+    if not timed_rows and isnan(mean_kl) and recall is None and border_recall is None:
         return None
     return Summary(
         length=length,
@@ -379,7 +379,7 @@ def _summarise_threshold(
         threshold=threshold,
         first_token_ms=timed_rows[0]["cab_ms"] if timed_rows else None,
         speedup=timed_rows[0]["dense_ms"] / timed_rows[0]["cab_ms"] if timed_rows else None,
-        kl=None if isnan(mean_of_kl) else mean_of_kl,
+        kl=None if isnan(mean_kl) else mean_kl,
         recall=recall,
         border_recall=border_recall,
         density=fmean(densities) if densities else None,

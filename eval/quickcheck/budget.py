@@ -23,8 +23,8 @@ from cab_hf.eval.quickcheck.advice import (
 
 Row = Mapping[str, Any]
 
-PROBE, KERNELS, TTFT, KL = "probe", "kernels", "ttft", "kl"
-RECALL, BORDER = "recall", "recall_border"
+PROBE, KERNEL_COMPARISON, TTFT, KL = "probe", "kernels", "ttft", "kl"
+RECALL, RECALL_BORDER = "recall", "recall_border"
 # fields of a row that identify its step: the fields of `Step`
 STEP_FIELDS = ("measure", "length", "method", "threshold", "index")
 PROBE_TOKENS = 512  # tokens of the first probe, a short timed pass; later probes have 4 times more
@@ -42,9 +42,10 @@ class Step:
     """One measurement; its fields identify its row in the log.
 
     Attributes:
-        measure: the kind of measurement. PROBE times a pass over a short prompt, KERNELS compares
-            dense kernels, TTFT times the first token. KL compares the predicted distributions with
-            those of dense attention. RECALL and BORDER count right answers.
+        measure: the kind of measurement. PROBE times a pass over a short prompt, KERNEL_COMPARISON
+            compares dense kernels, TTFT times the first token. KL compares the predicted
+            distributions with those of dense attention. RECALL and RECALL_BORDER count right
+            answers.
         length: tokens of the prompt or document.
         method: DENSE, CAB, or FULL (CAB with every block selected). A step of TTFT has the method
             CAB and times both CAB and dense attention.
@@ -129,7 +130,7 @@ def schedule_steps(
     start_threshold, document_indices = scope.start_threshold, range(scope.num_documents)
     for length in scope.lengths:
         if scope.num_kernels > 1:
-            yield Step(KERNELS, length, DENSE)
+            yield Step(KERNEL_COMPARISON, length, DENSE)
         yield Step(TTFT, length, CAB, start_threshold)
     for length in scope.lengths:
         for index in document_indices:
@@ -155,7 +156,7 @@ def schedule_steps(
         for length in reversed(scope.lengths):
             yield Step(TTFT, length, CAB, threshold)
         for length, index in ((x, i) for x in reversed(scope.lengths) for i in document_indices):
-            for measure in (RECALL, BORDER):
+            for measure in (RECALL, RECALL_BORDER):
                 yield Step(measure=measure, length=length, method=DENSE, index=index)
                 yield Step(measure=measure, length=length, threshold=threshold, index=index)
             yield Step(measure=KL, length=length, threshold=threshold, index=index)
@@ -214,13 +215,13 @@ def count_passes(
         step: the step.
         num_runs: number of timed runs of each method in a step of TTFT.
         num_warm_ups: number of runs before the timed runs.
-        num_kernels: number of dense kernels that a step of KERNELS compares.
+        num_kernels: number of dense kernels that a step of KERNEL_COMPARISON compares.
         is_dense_cached: True if a step of KL needs no dense pass, because the dense predictions for
             the document are in memory.
     """
     if step.measure == PROBE:
         return {step.method: 2}
-    if step.measure == KERNELS:
+    if step.measure == KERNEL_COMPARISON:
         return {DENSE: 2 * num_kernels}
     if step.measure == TTFT:
         return {DENSE: num_runs + num_warm_ups, step.method: num_runs + num_warm_ups}
@@ -255,9 +256,12 @@ def estimate_pass_seconds(
             FULL_CAB_TIME_RATIO * cab_seconds, FULL_DENSE_TIME_RATIO * (dense_seconds or 0.0)
         )
     nearest_length = min(
-        (tokens for tokens, _ in length_seconds), key=lambda n: abs(log(n / length))
+        (measured_length for measured_length, _ in length_seconds),
+        key=lambda n: abs(log(n / length)),
     )
-    slowest_s = max(seconds for tokens, seconds in length_seconds if tokens == nearest_length)
+    slowest_s = max(
+        seconds for measured_length, seconds in length_seconds if measured_length == nearest_length
+    )
     if nearest_length == length:
         return slowest_s
     return (

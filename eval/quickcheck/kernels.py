@@ -47,7 +47,7 @@ def list_kernel_names(own_implementation: str, is_on_cpu: bool) -> list[str]:
 
 
 @contextmanager
-def attend_with(model: Any, kernel_name: str, own_implementation: str) -> Iterator[None]:
+def use_dense_kernel(model: Any, kernel_name: str, own_implementation: str) -> Iterator[None]:
     """Switch the attention of ``model`` to a dense kernel inside the block.
 
     Args:

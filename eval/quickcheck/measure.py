@@ -19,8 +19,16 @@ from cab_hf.config import CabConfig
 from cab_hf.data.documents import Document, make_plain_document, make_recall_document
 from cab_hf.data.needles import Tokens
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Row, select_rows
-from cab_hf.eval.quickcheck.budget import BORDER, KERNELS, KL, PROBE, TTFT, Cost, Step
-from cab_hf.eval.quickcheck.kernels import attend_with, list_kernel_names
+from cab_hf.eval.quickcheck.budget import (
+    KERNEL_COMPARISON,
+    KL,
+    PROBE,
+    RECALL_BORDER,
+    TTFT,
+    Cost,
+    Step,
+)
+from cab_hf.eval.quickcheck.kernels import list_kernel_names, use_dense_kernel
 from cab_hf.eval.teacher_forcing import (
     Reading,
     compare_log_probs,
@@ -150,7 +158,7 @@ class Measurements:
         self.deadline = deadline
         if step.measure == PROBE:
             return self.measure_probe(step)
-        if step.measure == KERNELS:
+        if step.measure == KERNEL_COMPARISON:
             return self.compare_kernels(step, rows)
         if step.measure == TTFT:
             return self.measure_first_token(step, rows)
@@ -174,7 +182,7 @@ class Measurements:
 
     def attend_with_kernel(self, kernel_name: str) -> AbstractContextManager[None]:
         """Switch the model to a dense kernel of `list_kernel_names` inside the block."""
-        return attend_with(self.model, kernel_name, self.own_implementation)
+        return use_dense_kernel(self.model, kernel_name, self.own_implementation)
 
     def make_prompt(self, length: int, index: int = 0) -> Tensor:
         """Return document ``index`` without keys as token ids, int64 [1, length]."""
@@ -182,7 +190,7 @@ class Measurements:
 
     def make_plain_tokens(self, length: int, index: int) -> Tokens:
         """Return the token ids of document ``index``, which has ``length`` tokens and no keys."""
-        sentences, index_in_text = self.find_source(length, index)
+        sentences, index_in_text = self.find_source_sentences(length, index)
         return make_plain_document(
             tokenizer=self.tokenizer,
             sentences=sentences,
@@ -191,7 +199,7 @@ class Measurements:
             seed=self.seed,
         )
 
-    def find_source(self, length: int, index: int) -> tuple[Sequence[str], int]:
+    def find_source_sentences(self, length: int, index: int) -> tuple[Sequence[str], int]:
         """Return the sentences from which document ``index`` is built, and its index in their text.
 
         With the same text, length, seed and index in the text, `cab_hf.eval fidelity` builds the
@@ -393,14 +401,14 @@ class Measurements:
         }
 
     def make_document(self, step: Step) -> Document:
-        """Return the document with keys for a step of RECALL or BORDER.
+        """Return the document with keys for a step of RECALL or RECALL_BORDER.
 
-        The second half of the document repeats its keys. For BORDER, each repeat starts a query
-        block. The number of keys is `choose_num_keys`, or fewer if they do not fit.
+        The second half of the document repeats its keys. For RECALL_BORDER, each repeat starts a
+        query block. The number of keys is `choose_num_keys`, or fewer if they do not fit.
         """
-        border_tokens = self.config.query_block if step.measure == BORDER else 1
+        border_tokens = self.config.query_block if step.measure == RECALL_BORDER else 1
         num_keys = choose_num_keys(step.length, border_tokens)
-        sentences, index_in_text = self.find_source(step.length, step.index)
+        sentences, index_in_text = self.find_source_sentences(step.length, step.index)
         while True:
             try:
                 return make_recall_document(
@@ -440,7 +448,7 @@ def rank_kernels(rows: Sequence[Row], length: int) -> list[str]:
     The times are those of the comparison at the length nearest to ``length``. Returns [] if no
     kernels were compared.
     """
-    comparison_rows = select_rows(rows, measure=KERNELS)
+    comparison_rows = select_rows(rows, measure=KERNEL_COMPARISON)
     if not comparison_rows:
         return []
     nearest_row = min(comparison_rows, key=lambda row: abs(row["length"] - length))

@@ -109,11 +109,11 @@ def format_layer_table(rows: Sequence[Row], threshold: float) -> str:
         return ""
     headings = ["layer", *(f"{length:,} tokens" for length in densities_by_length)]
     densities_by_layer = zip(*densities_by_length.values(), strict=True)
-    lines = [
+    table_rows = [
         [str(layer), *(f"{density:.2f}" for density in layer_densities)]
         for layer, layer_densities in enumerate(densities_by_layer)
     ]
-    return format_markdown_table(headings, lines)
+    return format_markdown_table(headings, table_rows)
 
 
 def draw_figure(

@@ -19,10 +19,10 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import format_percent, group_rows
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_attention, check_gradients, make_backward
-from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE, Sequences, make_baselines
+from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE_LAYOUT, Sequences, make_baselines
 from cab_hf.eval.speed.runner import (
+    ALL_BLOCKS_FIELDS,
     INPUTS_DESCRIPTION,
-    KEEP_ALL_BLOCKS,
     Panel,
     Speed,
     SpeedSettings,
@@ -53,7 +53,7 @@ class Settings(SpeedSettings):
 
     CASE_OPTIONS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
     CASE_OPTIONS |= {"blocks": "blocks", "layout": "layouts", "budget": "densities"}
-    CONFIG_DEFAULTS = {**KEEP_ALL_BLOCKS, "min_length": 0}
+    CONFIG_DEFAULTS = {**ALL_BLOCKS_FIELDS, "min_length": 0}
     POSITIVE = ("batch", "kv_heads", "head_dims")
     NON_NEGATIVE = ("dense_up_to", "seconds")
     CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES, "layouts": LAYOUTS}
@@ -78,7 +78,7 @@ class Settings(SpeedSettings):
         tuple(DIRECTIONS), None, "forward, backward or both"
     )
     layouts: tuple[str, ...] = make_list_option(
-        (WHOLE,), None, f"layouts of a batch: {', '.join(LAYOUTS)}"
+        (WHOLE_LAYOUT,), None, f"layouts of a batch: {', '.join(LAYOUTS)}"
     )
     engines: tuple[str, ...] | None = make_list_option(
         ENGINES_ON_GPU, ("reference",), "attention engines"
@@ -88,9 +88,11 @@ class Settings(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # gradients of dense kernels are checked only for the layout `WHOLE`
-        is_checked = self.layouts == (WHOLE,) or self.directions == ("forward",)
-        self.check("directions", is_checked, f"forward for layouts other than {WHOLE}")
+        # gradients of dense kernels are checked only for the layout `WHOLE_LAYOUT`
+        are_gradients_checked = self.layouts == (WHOLE_LAYOUT,) or self.directions == ("forward",)
+        self.check(
+            "directions", are_gradients_checked, f"forward for layouts other than {WHOLE_LAYOUT}"
+        )
 
     def configs(self) -> list[CabConfig]:
         return [self.make_config_for_case(case) for case in self.list_requested_cases()]
@@ -132,12 +134,12 @@ class Settings(SpeedSettings):
             )
         predict = make_predictor(config)
         # in a cascade, only anchor layers select blocks: use the first anchor layer
-        layer = config.anchors[0] if config.anchors else None
+        layer_index = config.anchors[0] if config.anchors else None
 
         def select_blocks(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
             head_dim = q.shape[-1]
             context = LayerContext(
-                ranges, head_dim**-0.5, layer, channels=llama_channels(head_dim), sinks=sinks
+                ranges, head_dim**-0.5, layer_index, channels=llama_channels(head_dim), sinks=sinks
             )
             return predict(q, k, context)
 
@@ -163,7 +165,7 @@ class Attention(Speed):
     CASE_FIELDS = tuple(Settings.CASE_OPTIONS)
     EXTENSIBLE_SETTINGS = (*Settings.CASE_OPTIONS.values(), "cab")
 
-    ADDED_DEFAULTS = {"layout": WHOLE, "causal_pairs": None}
+    ADDED_DEFAULTS = {"layout": WHOLE_LAYOUT, "causal_pairs": None}
     COPIED_SETTINGS = ("batch", "heads", "kv_heads", "dtype")
     RESULT_FIELDS = ("density", "listed_pairs", "causal_pairs", "predict_ms")
     RESULT_FIELDS_BY_NAME = (*ENGINE_FIELDS, *dense.BASELINE_FIELDS)
@@ -201,9 +203,10 @@ class Attention(Speed):
             f"are {INPUTS_DESCRIPTION}, not those of a model",
             settings,
         )
-        longest_measured = settings["dense_up_to"]
+        longest_measured_length = settings["dense_up_to"]
         extrapolation_note = (
-            f"≈: extrapolated by N² beyond {longest_measured:,} tokens. {dense.BREAK_EVEN_NOTE}"
+            f"≈: extrapolated by N² beyond {longest_measured_length:,} tokens. "
+            f"{dense.BREAK_EVEN_NOTE}"
         )
         return f"{description}\n\n{extrapolation_note}"
 
@@ -280,7 +283,7 @@ class Attention(Speed):
         attend_by_engine = partial(layer.attend, engine=engine, plan=plan)
         if sample["direction"] == "backward":
             timed_call = make_backward(attend_by_engine, q, k, v)
-            sample["attend_ms"][engine_name] = self.bench.time(timed_call, graph=False).ms
+            sample["attend_ms"][engine_name] = self.bench.time(timed_call, has_graph=False).ms
         else:
             sample["attend_ms"][engine_name] = self.time_call(
                 sample, engine_name, partial(attend_by_engine, q, k, v)

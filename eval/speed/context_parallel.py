@@ -23,8 +23,8 @@ from cab_hf.eval.report import format_percent, group_rows
 from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, require_close
 from cab_hf.eval.speed.rank_group import MAX_RUN_SECONDS, RankedSpeed, RankGroup
 from cab_hf.eval.speed.runner import (
+    ALL_BLOCKS_FIELDS,
     INPUTS_DESCRIPTION,
-    KEEP_ALL_BLOCKS,
     Panel,
     Speed,
     SpeedSettings,
@@ -86,7 +86,7 @@ WARM_UP_SECONDS = 2.0
 class Settings(SpeedSettings):
     """Settings of a run of ``speed context-parallel``."""
 
-    CONFIG_DEFAULTS = {**KEEP_ALL_BLOCKS, "min_length": 0}
+    CONFIG_DEFAULTS = {**ALL_BLOCKS_FIELDS, "min_length": 0}
     POSITIVE = ("runs",)
     NON_NEGATIVE = ("seconds",)
     CHOICES = {"shape": HEAD_SHAPES, "directions": DIRECTIONS, "schemes": RANK_SCHEMES}

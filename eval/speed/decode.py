@@ -167,8 +167,10 @@ def sum_weighted_values(weights: Tensor, v: Tensor) -> Tensor:
 def measure_bandwidth(bench: Bench) -> float:
     """Return the GB/s at which a large tensor is read and summed."""
     num_elements = BANDWIDTH_TEST_BYTES[bench.device.type] // torch.bfloat16.itemsize
-    read_tensor = torch.zeros(num_elements, dtype=torch.bfloat16, device=bench.device)
-    return read_tensor.nbytes / bench.time(lambda: read_tensor.sum(dtype=torch.float32)).ms / 1e6
+    summed_tensor = torch.zeros(num_elements, dtype=torch.bfloat16, device=bench.device)
+    return (
+        summed_tensor.nbytes / bench.time(lambda: summed_tensor.sum(dtype=torch.float32)).ms / 1e6
+    )
 
 
 # function without arguments that computes the attention of a decode step, [B, H, 1, D]
@@ -292,7 +294,7 @@ class Settings(models.ModelShape):
                 "part": part,
                 "length": length,
                 "batch": batch,
-                "way": attention,
+                "way": implementation,
                 "mode": mode,
                 "budget": budget,
             }
@@ -300,7 +302,7 @@ class Settings(models.ModelShape):
             if part in self.parts
             for length, batch in itertools.product(self.lengths, self.batches)
             for mode in (self.modes if part == MODEL_PART else (None,))
-            for attention, budget in (
+            for implementation, budget in (
                 *((kernel_name, None) for kernel_name in dense_attentions[part]),
                 *cab_attentions,
             )
@@ -521,7 +523,7 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
     # the index contains all keys; each step writes the last key again
     index = decode.index_keys(k, rotary_channels)
     last_slot = torch.tensor([length - 1], device=q.device)
-    all_keys, selected_keys = (
+    num_all_keys, num_selected_keys = (
         torch.tensor([num_read_keys], dtype=torch.int32, device=q.device)
         for num_read_keys in (length, num_selected)
     )
@@ -529,19 +531,24 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
     def write_last_key() -> None:
         decode.write_index(index, k[:, :, -1:], rotary_channels, last_slot)
 
-    def choose_keys(num_keys: Tensor = selected_keys) -> Choice:
+    def choose_keys(num_keys: Tensor = num_selected_keys) -> Choice:
         return decode.choose(
-            q, index, scale=step.scale, length=all_keys, num_keys=num_keys, channels=rotary_channels
+            q,
+            index,
+            scale=step.scale,
+            length=num_all_keys,
+            num_keys=num_keys,
+            channels=rotary_channels,
         )
 
     def attend_to_choice(choice: Choice) -> Tensor:
-        return decode.attend(q, k, v, choice, scale=step.scale, length=all_keys)
+        return decode.attend(q, k, v, choice, scale=step.scale, length=num_all_keys)
 
     def run_cab_step() -> Tensor:
         write_last_key()
         return attend_to_choice(choose_keys())
 
-    full_attention, choice = attend_to_choice(choose_keys(all_keys)), choose_keys()
+    full_attention, choice = attend_to_choice(choose_keys(num_all_keys)), choose_keys()
     require_close(full_attention, expected_out, "with all keys selected")
     selected_weights = weights * choice.to_mask().unsqueeze(2)
     require_close(
@@ -557,7 +564,7 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
             v=v[[sequence_index]],
             choice=Choice(*(choice_tensor[[sequence_index]] for choice_tensor in choice)),
             scale=step.scale,
-            length=all_keys,
+            length=num_all_keys,
         )
         for sequence_index in range(len(q))
     ]

@@ -242,9 +242,9 @@ def require_close(
         location: end of the message, which names the tensor.
         tolerance: largest relative error in the 2-norm.
     """
-    error = float((actual.float() - expected).norm() / expected.norm())
-    if not error <= tolerance:  # a NaN also fails this comparison
-        raise ArithmeticError(f"wrong by {error:.2g} (relative) {location}")
+    relative_error = float((actual.float() - expected).norm() / expected.norm())
+    if not relative_error <= tolerance:  # a NaN also fails this comparison
+        raise ArithmeticError(f"wrong by {relative_error:.2g} (relative) {location}")
 
 
 def check_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
@@ -408,7 +408,7 @@ def measure_baselines(
             query, key, value = kernel_inputs
             check_kernel(attend, query, key, value, backward=backward)
             timed_call = _make_timed_call(attend, kernel_inputs, scale, backward)
-            timing = bench.time(timed_call, graph=not backward)
+            timing = bench.time(timed_call, has_graph=not backward)
         except Exception as error:
             # a kernel that is missing, raises an error or is wrong is reported and not measured
             results_by_field["not_measured"][baseline_name] = summarise_error(error)
@@ -459,8 +459,8 @@ def load_flash_function(function_name: str, module_names: Sequence[str]) -> Call
         import_module(next(filter(find_spec, module_names), module_names[-1])), function_name
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out = kernel(q, k, v, causal=True, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **kernel_options: Any) -> Tensor:
+        out = kernel(q, k, v, causal=True, **kernel_options)
         # some versions return the log-sum-exp too
         return out[0] if isinstance(out, tuple) else out
 
@@ -476,7 +476,7 @@ def _make_flash_loader(module_names: Sequence[str]) -> Callable[[], Attend]:
         module_names: as in `load_flash_function`.
     """
 
-    def load() -> Attend:
+    def load_kernel() -> Attend:
         kernel = load_flash_function("flash_attn_func", module_names)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -485,7 +485,7 @@ def _make_flash_loader(module_names: Sequence[str]) -> Callable[[], Attend]:
 
         return attend
 
-    return load
+    return load_kernel
 
 
 def _make_ffpa_loader(backend: str) -> Callable[[], Attend]:
@@ -495,7 +495,7 @@ def _make_ffpa_loader(backend: str) -> Callable[[], Attend]:
         backend: "triton" or "cutedsl". An input for which ffpa-attn would use SDPA raises an error.
     """
 
-    def load() -> Attend:
+    def load_kernel() -> Attend:
         from ffpa_attn import ffpa_attn_func
         from ffpa_attn.functional import FFPAAttnMeta
 
@@ -508,7 +508,7 @@ def _make_ffpa_loader(backend: str) -> Callable[[], Attend]:
 
         return attend
 
-    return load
+    return load_kernel
 
 
 def _make_version_getter(*package_names: str) -> Callable[[], str | None]:
@@ -518,13 +518,13 @@ def _make_version_getter(*package_names: str) -> Callable[[], str | None]:
     None.
     """
 
-    def version() -> str | None:
+    def get_version() -> str | None:
         for package_name in package_names:
             with suppress(metadata.PackageNotFoundError):
                 return f"{package_name} {metadata.version(package_name)}"
         return None
 
-    return version
+    return get_version
 
 
 def _get_cudnn_version() -> str | None:

@@ -19,11 +19,11 @@ from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import Attend, Baseline, check_attention, check_dense
 from cab_hf.plan import KeyRanges
 
-WHOLE, PADDED, PACKED = "whole", "padded", "packed"
+WHOLE_LAYOUT, PADDED_LAYOUT, PACKED_LAYOUT = "whole", "padded", "packed"
 LAYOUTS = {
-    WHOLE: "every sequence fills its row",
-    PADDED: "left padding; sequences of half to all of the length, drawn by the seed",
-    PACKED: "one row of batch x length tokens, filled with documents of such lengths",
+    WHOLE_LAYOUT: "every sequence fills its row",
+    PADDED_LAYOUT: "left padding; sequences of half to all of the length, drawn by the seed",
+    PACKED_LAYOUT: "one row of batch x length tokens, filled with documents of such lengths",
 }
 
 
@@ -51,21 +51,21 @@ class Sequences:
     ) -> Sequences:
         """Return sequences with random lengths from ``length`` / 2 to ``length`` tokens.
 
-        `WHOLE` sequences all have ``length`` tokens. With equal seeds, a larger batch starts with
-        the sequences of a smaller batch, except for the last `PACKED` document, which is cut at the
-        end of the row.
+        In `WHOLE_LAYOUT`, all sequences have ``length`` tokens. With equal seeds, a larger batch
+        starts with the sequences of a smaller batch. The last document of a row in `PACKED_LAYOUT`
+        is an exception, because it is cut at the end of the row.
 
         Args:
             layout: one of `LAYOUTS`.
-            batch: number of sequences. A `PACKED` row has ``batch`` x ``length`` tokens, and
-                documents fill the row.
+            batch: number of sequences. In `PACKED_LAYOUT`, the row has ``batch`` x ``length``
+                tokens, and documents fill the row.
             length: largest number of tokens of a sequence.
             seed: seed of the lengths.
             device: device of all tensors.
         """
         draw_length = partial(random.Random(seed).randint, -(-length // 2), length)
         device = torch.device(device)
-        if layout == PACKED:
+        if layout == PACKED_LAYOUT:
             document_borders, num_row_tokens = [0], batch * length
             while document_borders[-1] < num_row_tokens:
                 document_borders.append(min(document_borders[-1] + draw_length(), num_row_tokens))
@@ -73,7 +73,7 @@ class Sequences:
             return cls(
                 layout=layout, num_rows=1, num_slots=num_row_tokens, spans=spans, device=device
             )
-        lengths = [length if layout == WHOLE else draw_length() for _ in range(batch)]
+        lengths = [length if layout == WHOLE_LAYOUT else draw_length() for _ in range(batch)]
         spans = tuple((row, length - num_tokens, length) for row, num_tokens in enumerate(lengths))
         return cls(layout=layout, num_rows=batch, num_slots=length, spans=spans, device=device)
 
@@ -90,8 +90,8 @@ class Sequences:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """The cumulative lengths of the sequences, without padding, int32 [sequences + 1]."""
-        ends = accumulate(self.lengths, initial=0)
-        return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
+        cumulative_lengths = accumulate(self.lengths, initial=0)
+        return torch.tensor(list(cumulative_lengths), dtype=torch.int32, device=self.device)
 
     @cached_property
     def ranges(self) -> KeyRanges:
@@ -106,7 +106,7 @@ class Sequences:
 
     def make_mask(self) -> MaskInfo:
         """Return the mask that a model passes to all its layers in one forward pass."""
-        padding = self.ranges.key_valid if self.layout == PADDED else None
+        padding = self.ranges.key_valid if self.layout == PADDED_LAYOUT else None
         mask = cab_mask(
             self.num_rows,
             self.num_slots,
@@ -114,7 +114,7 @@ class Sequences:
             attention_mask=padding,
             device=self.device,
         )
-        cu_seqlens = self.cu_seqlens if self.layout == PACKED else None
+        cu_seqlens = self.cu_seqlens if self.layout == PACKED_LAYOUT else None
         mask, _ = mask.with_documents(position_ids=None, cu_seqlens=cu_seqlens)
         return mask
 
@@ -125,7 +125,7 @@ class Sequences:
             query_block: tokens per query block.
             key_block: tokens per key block.
         """
-        if self.layout == WHOLE:
+        if self.layout == WHOLE_LAYOUT:
             ranges = KeyRanges.causal(self.num_rows, self.num_slots, self.num_slots, self.device)
             return BlockLayout(ranges, self.num_slots)
         return self.make_mask().layout(query_block, key_block, self.device)
@@ -137,12 +137,12 @@ class Sequences:
             attend: the kernel to check.
             q: [rows, H, slots, D].
             k, v: [rows, H_kv, slots, D].
-            backward: True to check gradients too, which only the layout `WHOLE` supports.
+            backward: True to check gradients too, which only the layout `WHOLE_LAYOUT` supports.
 
         Raises:
             ArithmeticError: a relative error exceeds its tolerance.
         """
-        if self.layout == WHOLE:
+        if self.layout == WHOLE_LAYOUT:
             check_dense(attend, q, k, v, backward=backward)
             return
         out = attend(q, k, v, q.shape[-1] ** -0.5)
@@ -157,7 +157,7 @@ def make_baselines(sequences: Sequences) -> dict[str, Baseline]:
     Masks and lengths are computed before the timed call, because a model computes them once for all
     layers. The timed call removes and restores padding, because every layer does both.
     """
-    if sequences.layout == WHOLE:
+    if sequences.layout == WHOLE_LAYOUT:
         return dense.get_baselines(sequences.device)
     masked_sdpa = Baseline(lambda: _make_masked_sdpa(sequences), supports_gqa=False)
     varlen_baselines = {
@@ -199,7 +199,7 @@ def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], VarlenKernel]) 
         load_kernel: function that imports and returns the varlen kernel.
     """
     kernel, cu_seqlens, max_length = load_kernel(), sequences.cu_seqlens, max(sequences.lengths)
-    is_padded = sequences.layout == PADDED
+    is_padded = sequences.layout == PADDED_LAYOUT
     # int64 [tokens]: slots of all tokens in the flattened batch
     token_slots = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
 

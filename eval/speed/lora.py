@@ -49,7 +49,7 @@ from cab_hf.finetune.parallel import get_block_tokens, shard_batch
 from cab_hf.finetune.tiles import choose_tile_tokens, compute_in_tiles
 
 # how ranks share a training step, see `PARALLELISM_NOTE`
-ALONE, DDP, FSDP2, CP = PARALLELISMS = ("alone", "ddp", "fsdp2", "cp")
+ONE_RANK, DDP, FSDP2, CP = PARALLELISMS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA_ALPHA = 32.0
@@ -74,7 +74,7 @@ class Settings(models.LongestSettings):
 
     CASE_OPTIONS = {"length": "lengths", "implementation": "implementations"}
     # with key blocks of 128, the backward pass is fastest
-    CONFIG_DEFAULTS = {**runner.KEEP_ALL_BLOCKS, "key_block": 128}
+    CONFIG_DEFAULTS = {**runner.ALL_BLOCKS_FIELDS, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
     NON_NEGATIVE = (*models.LongestSettings.NON_NEGATIVE, "tile_tokens", "offload_layers")
     CHOICES = {"spread": PARALLELISMS}
@@ -103,7 +103,7 @@ class Settings(models.LongestSettings):
     def __post_init__(self) -> None:
         requested_implementations = self.implementations
         if not self.spread:
-            self._set_option("spread", PARALLELISMS if is_torchrun() else (ALONE,))
+            self._set_option("spread", PARALLELISMS if is_torchrun() else (ONE_RANK,))
         super().__post_init__()
         if self.is_on_several_ranks and not requested_implementations:
             self._set_option("implementations", (CAB_DENSE, CAB))
@@ -132,7 +132,7 @@ class Settings(models.LongestSettings):
     @property
     def is_on_several_ranks(self) -> bool:
         """True if a training step runs on several ranks in at least one case."""
-        return self.spread != (ALONE,)
+        return self.spread != (ONE_RANK,)
 
     @property
     def method(self) -> str:
@@ -148,8 +148,8 @@ class Settings(models.LongestSettings):
 class LoraStep(RankedSpeed):
     """The experiment that times steps of LoRA fine-tuning.
 
-    A case is one length, one attention implementation, one number of ranks, and one
-    spread: the way in which the ranks share a step, one of `PARALLELISMS`.
+    A case is one length, one attention implementation, one number of ranks, and one spread. The
+    spread is how the ranks share a step, one of `PARALLELISMS`.
     """
 
     name = "speed lora"
@@ -158,7 +158,13 @@ class LoraStep(RankedSpeed):
     caption = "seconds of a training step by length, and the speed-up of CAB"
     Settings = Settings
     CASE_FIELDS = (*Settings.CASE_OPTIONS, "spread", "world")
-    ADDED_DEFAULTS = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
+    ADDED_DEFAULTS = {
+        "spread": ONE_RANK,
+        "world": 1,
+        "sought": False,
+        "fits": None,
+        "room_gib": None,
+    }
     ADDED_DEFAULTS |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
     EXTENSIBLE_SETTINGS = (
         *Settings.CASE_OPTIONS.values(),
@@ -196,7 +202,7 @@ class LoraStep(RankedSpeed):
         for parallelism in settings.spread:
             case_fields = {
                 "spread": parallelism,
-                "world": 1 if parallelism == ALONE else self.ranks.size,
+                "world": 1 if parallelism == ONE_RANK else self.ranks.size,
             }
             cases = [
                 case
@@ -230,11 +236,11 @@ class LoraStep(RankedSpeed):
         )
         # no bisection: memory does not grow monotonically, because long sequences use tiles
         for length in reversed(lengths):
-            if memory.can_hold(self.fit_memory(case, length, memory)[1].memory):
+            if memory.can_hold(self.choose_memory_savings(case, length, memory)[1].memory):
                 return length
         return 0
 
-    def fit_memory(
+    def choose_memory_savings(
         self, case: Mapping[str, Any], length: int, memory: AvailableMemory
     ) -> tuple[int, MemoryFit]:
         """Return the MLP tile and the number of offloaded layers that fine-tuning would choose.
@@ -242,7 +248,7 @@ class LoraStep(RankedSpeed):
         Args:
             case: spread, number of ranks and implementation.
             length: tokens of the sequence.
-            available_gib: available memory.
+            memory: available memory of the device and of the host.
 
         Returns:
             The tokens of an MLP tile, or 0 without tiles; and a `MemoryFit`, which has the number
@@ -273,14 +279,18 @@ class LoraStep(RankedSpeed):
         # free the hooks of an earlier distributed step, which are in reference cycles
         gc.collect()
         sample["room_gib"] = self.bench.available_gib()
-        tile_tokens, (num_offloaded, _) = self.fit_memory(
+        tile_tokens, (num_offloaded_layers, _) = self.choose_memory_savings(
             sample, length, get_available_memory(sample["room_gib"])
         )
         num_sharing_ranks = ranks.size if parallelism == CP else 1
         host_gib = apply_memory_savings(
-            settings, length // num_sharing_ranks, tile_tokens, num_offloaded
+            settings, length // num_sharing_ranks, tile_tokens, num_offloaded_layers
         )
-        sample |= {"tile_tokens": tile_tokens, "offloaded": num_offloaded, "host_gib": host_gib}
+        sample |= {
+            "tile_tokens": tile_tokens,
+            "offloaded": num_offloaded_layers,
+            "host_gib": host_gib,
+        }
         num_runs = 1 if sample["sought"] else settings.runs
         with prepare_training(
             settings=settings,
@@ -319,7 +329,7 @@ class LoraStep(RankedSpeed):
             num_sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
             tokens_per_rank = num_sequences * row["length"] / row["world"]
             row |= {"tokens_s": row["ms"] and tokens_per_rank / row["ms"] * 1e3, "efficiency": None}
-            if row["spread"] == ALONE:
+            if row["spread"] == ONE_RANK:
                 one_rank_tokens_s[row["length"], row["implementation"]] = row["tokens_s"]
         for row in rows:
             baseline_tokens_s = one_rank_tokens_s.get((row["length"], row["implementation"]))
@@ -389,7 +399,7 @@ def make_train_state(settings: Settings) -> TrainState:
 
 
 def apply_memory_savings(
-    settings: Settings, tokens_per_rank: int, tile_tokens: int, num_offloaded: int
+    settings: Settings, tokens_per_rank: int, tile_tokens: int, num_offloaded_layers: int
 ) -> float:
     """Apply MLP tiles and offloading to the model, and return the GiB of pinned host memory.
 
@@ -397,12 +407,12 @@ def apply_memory_savings(
         settings: the settings.
         tokens_per_rank: tokens per rank.
         tile_tokens: tokens of a tile; 0: no tiles.
-        num_offloaded: number of layers whose inputs are offloaded to the host.
+        num_offloaded_layers: number of layers whose inputs are offloaded to the host.
     """
     model = make_train_state(settings).objective.model
     # a larger tile than any sequence disables tiling: one tile contains all tokens and padding
     compute_in_tiles(model, tile_tokens or sys.maxsize)
-    offload = Offload(num_offloaded, torch.device(settings.device))
+    offload = Offload(num_offloaded_layers, torch.device(settings.device))
     # `enable` frees the pinned memory of an earlier case before `reserve` pins more
     offload.enable(model)
     # pin memory now, so that the timed step does not
@@ -432,7 +442,7 @@ def prepare_training(
     settings: Settings,
     length: int,
     implementation: str,
-    parallelism: str = ALONE,
+    parallelism: str = ONE_RANK,
     ranks: RankGroup | None = None,
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
     """Yield functions for training steps; inside the block, the model uses ``implementation``.
@@ -463,7 +473,7 @@ def prepare_training(
         # `describe` does not describe attention over ranks
         return {"density": density, "ran_as": None}
 
-    if parallelism != ALONE:
+    if parallelism != ONE_RANK:
         # LoRA initialises half of the adapter weights with zeros, for which half of the gradients
         # are zero
         generator = torch.Generator(settings.device).manual_seed(settings.seed)

@@ -20,7 +20,7 @@ from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
 from cab_hf.eval.speed.runner import (
-    KEEP_ALL_BLOCKS,
+    ALL_BLOCKS_FIELDS,
     SpeedSettings,
     format_run_description,
     make_densities_option,
@@ -120,7 +120,7 @@ class ModelShape(SpeedSettings):
 class ModelSettings(ModelShape):
     """Settings of ops that run prompts through a model; adds CAB's option ``max_density``."""
 
-    CONFIG_DEFAULTS = KEEP_ALL_BLOCKS
+    CONFIG_DEFAULTS = ALL_BLOCKS_FIELDS
 
     max_density: tuple[str, ...] = make_densities_option("0.1")
 
@@ -229,7 +229,7 @@ def _make_random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
             make_model_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
         )
     for variant_part in () if variant == PLAIN_VARIANT else variant.split("+"):
-        REPLACE_MODULES[variant_part](model)
+        MODULE_REPLACERS[variant_part](model)
     return model.eval()
 
 
@@ -246,7 +246,7 @@ def _replace_by_liger_kernels(model: PreTrainedModel) -> None:
 
 
 # part of a variant's name, between plus signs -> function that replaces modules of a model in place
-REPLACE_MODULES = {FP8: to_8_bits, LIGER: _replace_by_liger_kernels}
+MODULE_REPLACERS = {FP8: to_8_bits, LIGER: _replace_by_liger_kernels}
 
 
 def draw_random_tokens(settings: ModelShape, length: int, seed_offset: int = 0) -> Tensor:
@@ -432,7 +432,7 @@ def _make_attention_function(
         q, k, v = baseline.match_heads(q, k, v)
         return kernel(q, k, v, scale)
 
-    def attention_function(
+    def compute_attention(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         if mask is not None:
@@ -449,7 +449,7 @@ def _make_attention_function(
     kv_shape = (2, 1, config.num_key_value_heads, CHECK_LENGTH, config.head_dim)
     k, v = torch.randn(kv_shape, **tensor_options)
     check_dense(attend_matched_heads, q, k, v, backward=model.training)
-    return attention_function
+    return compute_attention
 
 
 def read_attention_fields(

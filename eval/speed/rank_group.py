@@ -180,7 +180,8 @@ class RankGroup:
             )
             rank_results = self.all_gather(own_result)
             slowest_ms = [
-                max(times[run] for times, _ in rank_results) / num_calls for run in range(num_runs)
+                max(times[run_index] for times, _ in rank_results) / num_calls
+                for run_index in range(num_runs)
             ]
             peak_gibs = [peak_gib for _, peak_gib in rank_results]
             return slowest_ms, None if None in peak_gibs else max(peak_gibs)

@@ -46,7 +46,7 @@ from cab_hf.experiment.settings import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 # a threshold that drops no block, so that the density is exactly max_density
-KEEP_ALL_BLOCKS = {"mass_threshold": 0.0}
+ALL_BLOCKS_FIELDS = {"mass_threshold": 0.0}
 # random inputs have the block structure of text: runs of tokens about one topic
 NUM_TOPICS = 64  # number of topics, each a direction in the space of q and k
 TOPIC_TOKENS = 512  # tokens of a run
@@ -83,8 +83,8 @@ IDENTITY_FIELDS = ("device", "versions", "baselines", "commit")
 def make_lengths_option(min_exponent: int, max_exponent: int) -> Any:
     """Return a dataclass field for a command-line option that lists sequence lengths.
 
-    On a GPU, the default is all powers of 2 from 2^low to 2^high tokens. On a CPU, the default is
-    256 and 512 tokens.
+    On a GPU, the default is all powers of 2 from 2^min_exponent to 2^max_exponent tokens. On a CPU,
+    the default is 256 and 512 tokens.
     """
     lengths = tuple(2**exponent for exponent in range(min_exponent, max_exponent + 1))
     return make_list_option(lengths, (256, 512), "tokens", parse_length)
@@ -403,12 +403,12 @@ class Speed(Experiment):
             baseline_name: baseline.get_version()
             for baseline_name, baseline in baseline_by_name.items()
         }
-        baselines = {
+        known_version_by_kernel = {
             baseline_name: version
             for baseline_name, version in version_by_kernel.items()
             if version
         }
-        return {**super().provenance(started), "baselines": baselines}
+        return {**super().provenance(started), "baselines": known_version_by_kernel}
 
     def identity(self) -> dict[str, Any]:
         record = self.provenance("")
@@ -571,7 +571,7 @@ class Speed(Experiment):
                     cls.draw_lines(axis, panel, drawn_group_rows, line_fields)
                     title = ", ".join([*list_distinct_values(group[0], panel_fields), panel.title])
                     charts.format_token_axes(
-                        axis, lengths, title, panel.unit, log=panel.is_logarithmic
+                        axis, lengths, title, panel.unit, is_logarithmic=panel.is_logarithmic
                     )
 
     @classmethod
@@ -685,24 +685,24 @@ def choose_next_length(
     Returns:
         The length; None if the longest length is known.
     """
-    longest_fitting = max(
+    longest_fitting_steps = max(
         (length // step_tokens for length, fits in fits_by_length.items() if fits), default=0
     )
-    shortest_failing = min(
+    shortest_failing_length = min(
         (length for length, fits in fits_by_length.items() if not fits), default=None
     )
-    if shortest_failing is None:
-        likely_above = [
+    if shortest_failing_length is None:
+        likely_steps_above = [
             length // step_tokens
             for length in likely_lengths
-            if length // step_tokens > longest_fitting
+            if length // step_tokens > longest_fitting_steps
         ]
-        return min(likely_above, default=max(1, 2 * longest_fitting)) * step_tokens
+        return min(likely_steps_above, default=max(1, 2 * longest_fitting_steps)) * step_tokens
     # the longest multiple of ``step_tokens`` below the shortest length that does not fit
-    longest_untried = (shortest_failing - 1) // step_tokens
+    longest_untried_steps = (shortest_failing_length - 1) // step_tokens
     return (
-        (longest_fitting + longest_untried + 1) // 2 * step_tokens
-        if longest_untried > longest_fitting
+        (longest_fitting_steps + longest_untried_steps + 1) // 2 * step_tokens
+        if longest_untried_steps > longest_fitting_steps
         else None
     )
 
@@ -802,9 +802,11 @@ def format_remarks(rows: Sequence[Row], group_fields: Mapping[str, str]) -> dict
                 f"{row['length']:,}"
             ] = None
     # (*values of ``group_fields``, kind, reason, joined lengths) -> names of kernels
-    kernel_names: dict[tuple, list[str]] = {}
+    kernel_names_by_remark: dict[tuple, list[str]] = {}
     for (remark_key, kernel_name), remark_lengths in remark_lengths_by_key.items():
-        kernel_names.setdefault((*remark_key, ", ".join(remark_lengths)), []).append(kernel_name)
+        kernel_names_by_remark.setdefault((*remark_key, ", ".join(remark_lengths)), []).append(
+            kernel_name
+        )
     headings = (
         *(FIELD_HEADINGS.get(heading, heading) for heading in group_fields),
         "what",
@@ -814,7 +816,7 @@ def format_remarks(rows: Sequence[Row], group_fields: Mapping[str, str]) -> dict
     )
     table_rows = [
         dict(zip(headings, (*remark_key, ", ".join(remark_kernels)), strict=True))
-        for remark_key, remark_kernels in kernel_names.items()
+        for remark_key, remark_kernels in kernel_names_by_remark.items()
     ]
     table_columns = headings if any(table_row["for"] for table_row in table_rows) else headings[:-1]
     return {"Remarks": markdown_table(table_rows, table_columns)} if table_rows else {}

@@ -189,7 +189,7 @@ class Serve(runner.Speed):
 
     def fill_sample(self, sample: dict[str, Any]) -> None:
         settings, implementation = self.settings, sample["implementation"]
-        longest = sample["longest"]
+        longest_length = sample["longest"]
         request_counts = settings.num_requests_by_length
         warm_up_counts = {
             length: min(count, settings.warm_up) for length, count in request_counts.items()
@@ -203,7 +203,7 @@ class Serve(runner.Speed):
             requests_per_second=settings.rate,
             num_shared_tokens=settings.shared,
         )
-        config = settings.make_config_with_density(longest, implementation)
+        config = settings.make_config_with_density(longest_length, implementation)
         if settings.engine == VLLM:
             from cab_hf.eval.speed import vllm
 
@@ -222,7 +222,7 @@ class Serve(runner.Speed):
             make_batching_manager(model, settings, implementation) as manager,
         ):
             serve(manager, warm_up_trace, WARM_UP_TOKENS)
-            models.read_attention_fields(model, longest, implementation, reset=True)
+            models.read_attention_fields(model, longest_length, implementation, reset=True)
             _, sample["peak_gib"] = self.bench.time_runs(
                 lambda: served_requests.extend(serve(manager, trace, settings.new_tokens)), 1
             )
@@ -234,7 +234,7 @@ class Serve(runner.Speed):
                 batching_config.num_blocks * batching_config.page_size
             )
             sample |= {
-                **models.read_attention_fields(model, longest, implementation),
+                **models.read_attention_fields(model, longest_length, implementation),
                 "served": served_requests,
             }
 
@@ -398,13 +398,13 @@ def serve(
     Raises:
         RequestFailed: a request failed, or the manager stopped.
     """
-    start_time, num_running = time.perf_counter(), len(trace)
+    start_time, num_unfinished = time.perf_counter(), len(trace)
     result_by_name = {
         str(request_index): {"length": len(request.prompt)}
         for request_index, request in enumerate(trace)
     }
     waiting_requests, submission_times = deque(zip(result_by_name, trace, strict=True)), {}
-    while num_running:
+    while num_unfinished:
         timeout_s = POLL_SECONDS
         if waiting_requests:
             request_name, request = waiting_requests[0]
@@ -430,7 +430,7 @@ def serve(
         # after a preemption, the manager creates another request with the same name
         is_preempted = output.created_time > submission_times[request_name]
         result_by_name[request_name] |= {"last": token_s, "preempted": is_preempted}
-        num_running -= output.is_finished()
+        num_unfinished -= output.is_finished()
     return round_times(result_by_name.values())
 
 

@@ -92,12 +92,12 @@ class Bench:
         """
         return call(), None
 
-    def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
+    def time(self, call: Callable[[], Any], has_graph: bool = True) -> Timing:
         """Warm up, and return the median time over `MIN_RUNS` to `MAX_RUNS` runs.
 
         Args:
             call: the function to time.
-            graph: True to time a CUDA graph of the call too, on a GPU.
+            has_graph: True to time a CUDA graph of the call too, on a GPU.
         """
         return Timing(statistics.median(self.time_runs(call, self._warm_up(call))[0]))
 
@@ -150,7 +150,7 @@ class GpuBench(Bench):
 
     Args:
         device, seconds: as in `Bench`.
-        gib: limit of allocated GiB, to simulate a smaller GPU; 0: no limit.
+        limit_gib: limit of allocated GiB, to simulate a smaller GPU; 0: no limit.
     """
 
     def __init__(self, device: str, seconds: float | None = None, limit_gib: float = 0.0) -> None:
@@ -181,9 +181,9 @@ class GpuBench(Bench):
         torch.cuda.synchronize()
         return result, (torch.cuda.max_memory_allocated() - bytes_before) / 2**20
 
-    def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
+    def time(self, call: Callable[[], Any], has_graph: bool = True) -> Timing:
         eager_ms = self._time_median(call)
-        if not graph:
+        if not has_graph:
             return Timing(eager_ms)
         try:
             graph_of_call = self._capture_graph(call)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, MemoryModel
+from cab_hf.eval.fits import DYNAMIC_CACHE, GIB, STATIC_CACHE, MemoryModel
 from cab_hf.eval.report import format_percent, group_rows
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
@@ -93,8 +93,8 @@ class Settings(models.LongestSettings):
         requested_implementations = self.implementations
         super().__post_init__()
         self._set_option("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
-        is_supported = not is_torchrun() or self.variants == (PLAIN_VARIANT,)
-        self.check("variants", is_supported, f"{PLAIN_VARIANT} if ranks share a prompt")
+        supports_ranks = not is_torchrun() or self.variants == (PLAIN_VARIANT,)
+        self.check("variants", supports_ranks, f"{PLAIN_VARIANT} if ranks share a prompt")
         supports_variants = not self.experts or self.variants == (PLAIN_VARIANT,)
         self.check("variants", supports_variants, f"{PLAIN_VARIANT} with --experts")
         # attention implementations that support a sequence sharded over ranks
@@ -231,8 +231,10 @@ class TimeToFirstToken(RankedSpeed):
         if implementation not in CAB_IMPLEMENTATIONS:
             # dense attention needs no memory for selecting blocks
             memory_model = replace(memory_model, head_shapes=frozenset())
-        cache_kind = STATIC if settings.chunk else DYNAMIC
-        return memory_model.find_longest(available_gib * GIB, settings.chunk or None, cache_kind)
+        cache_kind = STATIC_CACHE if settings.chunk else DYNAMIC_CACHE
+        return memory_model.find_longest_prompt(
+            available_gib * GIB, settings.chunk or None, cache_kind
+        )
 
     def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
@@ -242,7 +244,7 @@ class TimeToFirstToken(RankedSpeed):
         if ranks.size > 1:
             ranks.call_on_all_ranks(bench.free_memory)
             # `prepare_sharded_prefill` warms up on a shorter prompt, so the first call is timed
-            prefill, warm_up_seconds = (
+            prefill_context, warm_up_seconds = (
                 prepare_sharded_prefill(settings, length, implementation, ranks),
                 0.0,
             )
@@ -253,7 +255,7 @@ class TimeToFirstToken(RankedSpeed):
                 warm_up_prefill(settings, min(length, warm_up_tokens), implementation, variant)
                 warm_up_seconds = 0.0
             sample |= self.read_memory_fields(length, implementation, variant)
-            prefill = models.prepare_prefill(
+            prefill_context = models.prepare_prefill(
                 settings,
                 length,
                 implementation,
@@ -261,7 +263,7 @@ class TimeToFirstToken(RankedSpeed):
                 num_cached=num_cached,
                 variant=variant,
             )
-        with prefill as (run_prefill, read_attention_fields, crop_cache):
+        with prefill_context as (run_prefill, read_attention_fields, crop_cache):
             ms, peak_gib, *_ = ranks.time_slowest(
                 bench, run_prefill, num_runs, warm_up_seconds=warm_up_seconds, before_run=crop_cache
             )
@@ -281,10 +283,10 @@ class TimeToFirstToken(RankedSpeed):
     def read_memory_fields(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
         """Return the fields of a result record on memory.
 
-        ``compute_cache_gib``, ``weights_gib``: GiB of the KV cache and of the weights.
-            ``room_gib``: GiB
-        that torch can allocate. ``estimate``: result of
-        `estimate_tokens`; 0 without --longest.
+        Returns:
+            ``cache_gib``, ``weights_gib``: GiB of the KV cache and of the weights.
+            ``room_gib``: GiB that torch can allocate.
+            ``estimate``: result of `estimate_tokens`; 0 without --longest.
         """
         settings = self.settings
         # load the model before asking for free memory

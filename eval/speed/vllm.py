@@ -35,8 +35,8 @@ def serve_in_new_process(**arguments: Any) -> dict[str, Any]:
     Args:
         arguments: keyword arguments of `serve_traces`.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(serve_traces, **arguments).result()
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        return executor.submit(serve_traces, **arguments).result()
 
 
 def serve_traces(

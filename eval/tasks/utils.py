@@ -23,7 +23,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]
 
 
-def passkey_documents(
+def make_passkey_documents(
     *,
     max_seq_lengths: Sequence[int] = (4096,),
     samples: int = 20,
@@ -69,12 +69,12 @@ def _make_split(make_documents: Callable[..., Documents]) -> Callable[..., dict[
     return make_split
 
 
-def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
+def score_passkey_reply(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
     """Return {length: score}: 1.0 if the reply contains the key of the document, or else 0.0."""
     return {str(document["length"]): float(is_right_answer(replies[0], document["key"]))}
 
 
-def recall_documents(
+def make_recall_questions(
     *,
     keys: int,
     max_seq_lengths: Sequence[int] = (4096,),
@@ -93,7 +93,7 @@ def recall_documents(
     Args:
         keys: number of different keys in each document.
         documents: number of documents per length.
-        max_seq_lengths, haystack, seed, tokenizer_options: as in `passkey_documents`.
+        max_seq_lengths, haystack, seed, tokenizer_options: as in `make_passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**tokenizer_options), _read_sentences(haystack)
     # lm_eval adds the leading special tokens again
@@ -129,13 +129,15 @@ def recall_documents(
     return questions
 
 
-def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) -> dict[str, float]:
+def score_recall_reply(
+    document: dict[str, Any], replies: Sequence[tuple[float, bool]]
+) -> dict[str, float]:
     """Return {length: score}: 1.0 if greedy decoding would generate the key, or else 0.0."""
     ((_, is_greedy),) = replies
     return {str(document["length"]): float(is_greedy)}
 
 
-def task_documents(
+def make_task_documents(
     *,
     task_name: str,
     max_seq_lengths: Sequence[int] = (4096,),
@@ -151,7 +153,7 @@ def task_documents(
 
     Args:
         task_name: key of `TASKS`.
-        max_seq_lengths, samples, haystack, seed, tokenizer_options: as in `passkey_documents`.
+        max_seq_lengths, samples, haystack, seed, tokenizer_options: as in `make_passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**tokenizer_options), _read_sentences(haystack)
     # lm_eval adds the leading special tokens again, unless a chat template contains them
@@ -161,10 +163,10 @@ def task_documents(
         example = TASKS[task_name].make(
             tokenizer=tokenizer, sentences=sentences, length=length, index=index, seed=seed
         )
-        prompt = example.tokens[num_leading_tokens : example.prompt]
+        prompt_tokens = example.tokens[num_leading_tokens : example.prompt]
         replies = list(example.replies)
         document = {
-            "text": tokenizer.decode(prompt, clean_up_tokenization_spaces=False),
+            "text": tokenizer.decode(prompt_tokens, clean_up_tokenization_spaces=False),
             "key": ", ".join(replies),
             "replies": replies,
         }
@@ -172,7 +174,7 @@ def task_documents(
     return documents
 
 
-def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
+def score_task_reply(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
     """Return {length: score}, where the score is the fraction of expected answers in the reply.
 
     Order, case and blanks do not matter, as in RULER (Hsieh et al. 2024, arXiv 2404.06654).
@@ -211,4 +213,6 @@ def _read_sentences(haystack: str | None) -> Sequence[str]:
     return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE_SENTENCES
 
 
-passkey, recall, task = map(_make_split, (passkey_documents, recall_documents, task_documents))
+make_passkey_split, make_recall_split, make_task_split = map(
+    _make_split, (make_passkey_documents, make_recall_questions, make_task_documents)
+)

@@ -137,7 +137,7 @@ def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypa
     options = {"device": "cpu", "lengths": (900,), "keys": 2}
     options |= {"cab": sparse_assignments, "methods": ("cab",)}
     experiment = Fidelity(Settings(model=str(model_folder), **options))
-    reading = experiment.reading("noise", 900, probe, depth=None, index=0)
+    reading = experiment.make_reading("noise", 900, probe, depth=None, index=0)
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
     def predict_at(tokens, position):
@@ -240,7 +240,7 @@ def test_turns_are_compared_with_dense(run_and_get_rows):
 def test_continuation_is_exact_except_with_evicted_keys(model_folder):
     options = {"device": "cpu", "lengths": (640,), "cab": SPARSE_ASSIGNMENTS, "methods": ("cab",)}
     experiment = Fidelity(Settings(model=str(model_folder), **options))
-    reading = experiment.reading("noise", 640, "continuation", depth=None, index=0)
+    reading = experiment.make_reading("noise", 640, "continuation", depth=None, index=0)
     assert reading.prompt_length == 640 - 80
     question = {"text": "noise", "length": 640, "index": 0, "probe": "continuation"}
     measured_nll = {}
@@ -360,7 +360,7 @@ class CountingBench(Bench):
         super().__init__("cpu")
         self.calls = 0
 
-    def time(self, call, graph=True):
+    def time(self, call, has_graph=True):
         call()
         self.calls += 1
         return Timing(float(self.calls))
@@ -408,7 +408,7 @@ def test_baselines_without_selection_kernel_have_reported_share():
     predictors = {
         method.predictor for method in METHODS.values() if issubclass(method, PredictorMethod)
     }
-    assert set(attention_time.REPORTED_SHARES) == predictors | {"streaming"}
+    assert set(attention_time.REPORTED_SELECTION_SHARES) == predictors | {"streaming"}
 
 
 def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):

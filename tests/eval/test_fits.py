@@ -66,7 +66,7 @@ def test_estimated_weights_and_cache_equal_real_model(model_type):
     bytes_of_current_token = sum(
         layer_bytes for layer_bytes, window in prompts.cache_layers if window
     )
-    actual_bytes = prompts.estimate_memory(LENGTH, None, fits.DYNAMIC).cache_bytes
+    actual_bytes = prompts.estimate_memory(LENGTH, None, fits.DYNAMIC_CACHE).cache_bytes
     assert expected_bytes > 0 and actual_bytes in (
         expected_bytes,
         expected_bytes + bytes_of_current_token,
@@ -80,13 +80,16 @@ def test_estimated_cache_bytes_equal_static_cache(llama_prompts):
     )
     cache_bytes = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     for chunk in (None, 128):
-        assert llama_prompts.estimate_memory(LENGTH, chunk, fits.STATIC).cache_bytes == cache_bytes
+        assert (
+            llama_prompts.estimate_memory(LENGTH, chunk, fits.STATIC_CACHE).cache_bytes
+            == cache_bytes
+        )
     layer_bytes = cache_bytes / 32
     assert (
-        llama_prompts.estimate_memory(LENGTH, 128, fits.DYNAMIC).cache_bytes
+        llama_prompts.estimate_memory(LENGTH, 128, fits.DYNAMIC_CACHE).cache_bytes
         == cache_bytes + layer_bytes / 2
     )
-    offloaded_estimate = llama_prompts.estimate_memory(LENGTH, None, fits.OFFLOADED)
+    offloaded_estimate = llama_prompts.estimate_memory(LENGTH, None, fits.OFFLOADED_CACHE)
     assert (offloaded_estimate.cache_bytes, offloaded_estimate.host_bytes) == (
         2 * layer_bytes,
         cache_bytes,
@@ -96,7 +99,7 @@ def test_estimated_cache_bytes_equal_static_cache(llama_prompts):
 @pytest.mark.parametrize("chunk", CHUNK_TOKENS)
 def test_chunked_prompt_estimate_matches_measurement(llama_prompts, chunk):
     for row in read_rows(f"speed-prefill-chunk-{chunk}"):
-        estimate = llama_prompts.estimate_memory(row["length"], chunk, fits.STATIC)
+        estimate = llama_prompts.estimate_memory(row["length"], chunk, fits.STATIC_CACHE)
         assert estimate.weight_bytes / GIB == pytest.approx(row["weights_gib"])
         assert estimate.cache_bytes / GIB == pytest.approx(row["cache_gib"])
         assert estimate.workspace_bytes / GIB == pytest.approx(row["rest_gib"], rel=0.1)
@@ -105,7 +108,7 @@ def test_chunked_prompt_estimate_matches_measurement(llama_prompts, chunk):
 def test_whole_prompt_estimate_matches_measurement(llama_prompts):
     for row in read_rows("speed-ttft"):
         if row["implementation"] == "cab":
-            estimate = llama_prompts.estimate_memory(row["length"], None, fits.DYNAMIC)
+            estimate = llama_prompts.estimate_memory(row["length"], None, fits.DYNAMIC_CACHE)
             workspace_bytes = row["peak_gib"] * GIB - estimate.weight_bytes - estimate.cache_bytes
             assert estimate.workspace_bytes == pytest.approx(workspace_bytes, rel=0.1)
 
@@ -113,13 +116,15 @@ def test_whole_prompt_estimate_matches_measurement(llama_prompts):
 def test_selection_memory_estimate_matches_measurement(llama_prompts):
     for row in read_rows("speed-predictor"):
         length = row["length"]
-        actual_bytes = llama_prompts.estimate_selection(32, 8, 128, length, length)
+        actual_bytes = llama_prompts.estimate_selection_bytes(32, 8, 128, length, length)
         assert actual_bytes / 2**20 == pytest.approx(row["peak_mib"], rel=0.1)
 
 
 def test_longest_prompt_estimate_matches_search(llama_prompts):
     longest_row = [row for row in read_rows("speed-prefill") if row["fits"]][-1]
-    longest = llama_prompts.find_longest(longest_row["room_gib"] * GIB, 32_768, fits.STATIC)
+    longest = llama_prompts.find_longest_prompt(
+        longest_row["room_gib"] * GIB, 32_768, fits.STATIC_CACHE
+    )
     assert longest == pytest.approx(longest_row["length"], rel=0.1)
 
 
@@ -133,10 +138,12 @@ def test_longest_prompt_estimate_matches_search_on_small_gpus(llama_prompts, gpu
             row for row in run_rows if row["fits"] and row["implementation"] == implementation
         ]
         longest_row = run_rows[-1]
-        cache_type = fits.STATIC if chunk else fits.DYNAMIC
+        cache_type = fits.STATIC_CACHE if chunk else fits.DYNAMIC_CACHE
         assert longest_row["room_gib"] == gpu_gib
         for tensors_gib in (gpu_gib, gpu_gib - fits.CUDA_GIB):
-            longest = llama_prompts.find_longest(tensors_gib * GIB, chunk or None, cache_type)
+            longest = llama_prompts.find_longest_prompt(
+                tensors_gib * GIB, chunk or None, cache_type
+            )
             assert longest == pytest.approx(longest_row["length"], rel=0.1)
 
 
@@ -144,7 +151,7 @@ def test_longest_prompt_fits_and_next_step_does_not(llama_prompts):
     limit_bytes = 20 * GIB
     for chunk in (None, 8192):
         for cache_type in fits.CACHE_KINDS:
-            longest = llama_prompts.find_longest(limit_bytes, chunk, cache_type)
+            longest = llama_prompts.find_longest_prompt(limit_bytes, chunk, cache_type)
             assert (
                 llama_prompts.estimate_memory(longest, chunk, cache_type).total_bytes <= limit_bytes
             )

@@ -182,11 +182,13 @@ def test_shards_partition_cases_by_question(command_name, num_shards):
     ]
     independent_cases = [
         case
-        for case in experiments[0].planned_cases()
+        for case in experiments[0].list_planned_cases()
         if not experiments[0].needs_other_samples(case)
     ]
     waiting_cases = [
-        case for case in experiments[0].planned_cases() if experiments[0].needs_other_samples(case)
+        case
+        for case in experiments[0].list_planned_cases()
+        if experiments[0].needs_other_samples(case)
     ]
     # shards must not depend on the cases that are already measured
     for measured_cases, cases in (
@@ -194,7 +196,7 @@ def test_shards_partition_cases_by_question(command_name, num_shards):
         (independent_cases, waiting_cases),
     ):
         cases_by_shard = [
-            shard_experiment.shard_cases(measured_cases) for shard_experiment in experiments
+            shard_experiment.list_shard_cases(measured_cases) for shard_experiment in experiments
         ]
         assert sorted(map(str, cases)) == sorted(
             str(case) for shard in cases_by_shard for case in shard
@@ -203,7 +205,7 @@ def test_shards_partition_cases_by_question(command_name, num_shards):
         questions = [
             question
             for shard in cases_by_shard
-            for question in set(map(experiments[0].question_key, shard))
+            for question in set(map(experiments[0].get_question_key, shard))
         ]
         assert len(questions) == len(set(questions))
 
@@ -211,12 +213,12 @@ def test_shards_partition_cases_by_question(command_name, num_shards):
 def test_timed_cases_belong_to_no_shard(monkeypatch):
     experiment = make_experiment("fidelity", "1/1", equal="time")
     independent_cases = [
-        case for case in experiment.planned_cases() if not experiment.needs_other_samples(case)
+        case for case in experiment.list_planned_cases() if not experiment.needs_other_samples(case)
     ]
-    assert experiment.shard_cases([]) and not experiment.shard_cases(independent_cases)
+    assert experiment.list_shard_cases([]) and not experiment.list_shard_cases(independent_cases)
     monkeypatch.setattr(Fidelity, "must_run_alone", lambda self, case: case["probe"] == "recall")
     cases_by_shard = [
-        make_experiment("fidelity", f"{shard_number}/3").shard_cases([])
+        make_experiment("fidelity", f"{shard_number}/3").list_shard_cases([])
         for shard_number in (1, 2, 3)
     ]
     assert all(cases_by_shard)
@@ -225,7 +227,7 @@ def test_timed_cases_belong_to_no_shard(monkeypatch):
 
 def test_cases_alternate_methods_per_question():
     experiment = make_experiment("fidelity")
-    cases = list(experiment.planned_cases())
+    cases = list(experiment.list_planned_cases())
     independent_cases = [case for case in cases if not experiment.needs_other_samples(case)]
     # cases that need the results of other cases come last
     assert cases[: len(independent_cases)] == independent_cases
@@ -236,7 +238,7 @@ def test_cases_alternate_methods_per_question():
         for dense_case, cab_case in pairs
     )
     assert all(
-        experiment.question_key(dense_case) == experiment.question_key(cab_case)
+        experiment.get_question_key(dense_case) == experiment.get_question_key(cab_case)
         for dense_case, cab_case in pairs
     )
 

@@ -630,7 +630,7 @@ def test_kernel_without_windows_raises_for_sliding_window(fake_flash_modules):
     model = tiny_model("mistral-sliding")
     with (
         pytest.raises(NotImplementedError),
-        kernels.attend_with(model, "FlashAttention-3", "sdpa"),
+        kernels.use_dense_kernel(model, "FlashAttention-3", "sdpa"),
     ):
         model(tokens(1, 100))
     assert model.config._attn_implementation == "sdpa"
@@ -650,6 +650,10 @@ def test_documents_alternate_between_texts_that_are_long_enough():
     model, tokenizer = tiny_model(), make_tokenizer()
     texts = [SourceText(["a"], 100), SourceText(["b"], 300), SourceText(["c"], 300)]
     measurements = Measurements(model, tokenizer, texts, SMALL_BLOCKS_CONFIG, seed=0, num_runs=1)
-    sources = [measurements.find_source(200, index) for index in range(4)]
+    sources = [measurements.find_source_sentences(200, index) for index in range(4)]
     assert sources == [(["b"], 0), (["c"], 0), (["b"], 1), (["c"], 1)]
-    assert [measurements.find_source(100, index)[0] for index in range(3)] == [["a"], ["b"], ["c"]]
+    assert [measurements.find_source_sentences(100, index)[0] for index in range(3)] == [
+        ["a"],
+        ["b"],
+        ["c"],
+    ]

@@ -19,7 +19,7 @@ from cab_hf.data.needles import NOISE_SENTENCES, split_sentences
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.harness import refuse_misspelt
+from cab_hf.eval.harness import refuse_misspelt_arguments
 from cab_hf.eval.haystack import Haystack
 from cab_hf.experiment.models import smollm2_folder
 from cab_hf.experiment.settings import UsageError
@@ -35,9 +35,9 @@ SPARSE_ASSIGNMENTS = (
 )
 # function of the task module -> arguments
 OPTIONS_BY_MAKER = {
-    "passkey_documents": {"keys": 2},
-    "recall_documents": {"keys": 3, "documents": 2},
-    "task_documents": {"task_name": "two_facts"},
+    "make_passkey_documents": {"keys": 2},
+    "make_recall_questions": {"keys": 3, "documents": 2},
+    "make_task_documents": {"task_name": "two_facts"},
 }
 
 
@@ -88,7 +88,9 @@ def test_task_file_makes_documents_of_task(name, utils, model_path):
     task = read_task(f"cab_{name}.yaml", utils)
     assert task["dataset_kwargs"] == {"task_name": name}
     options = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
-    documents = utils.task_documents(**options, pretrained=model_path, **task["dataset_kwargs"])
+    documents = utils.make_task_documents(
+        **options, pretrained=model_path, **task["dataset_kwargs"]
+    )
     tokenizer = make_tokenizer()
     for index, document in enumerate(documents):
         example = TASKS[name].make(tokenizer, NOISE_SENTENCES, 800, index=index, seed=3)
@@ -104,7 +106,7 @@ def test_bos_token_is_added_once(chat, utils, tmp_path):
     tokenizer.chat_template = chat and "<s>" + chat
     tokenizer.save_pretrained(tmp_path)
     options = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
-    (document,) = utils.task_documents(**options, pretrained=str(tmp_path))
+    (document,) = utils.make_task_documents(**options, pretrained=str(tmp_path))
     example = TASKS["two_facts"].make(tokenizer, NOISE_SENTENCES, 900, 0)
     # lm_eval adds special tokens to texts that do not start with them
     ids = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
@@ -114,7 +116,7 @@ def test_bos_token_is_added_once(chat, utils, tmp_path):
 
 def test_passkey_documents_equal_command_prompts(utils, model_path):
     options = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
-    documents = utils.passkey_documents(
+    documents = utils.make_passkey_documents(
         **options, pretrained=model_path, dtype="float32", mass_threshold=0.08
     )
     haystack = Haystack(make_tokenizer(), num_keys=4)
@@ -129,7 +131,7 @@ def test_passkey_documents_equal_command_prompts(utils, model_path):
         (prompt.text, prompt.key) for prompt in expected
     ]
     generation_options = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
-    assert generation_options["max_gen_toks"] == passkey.ANSWER_TOKENS
+    assert generation_options["max_gen_toks"] == passkey.MAX_ANSWER_TOKENS
     assert generation_options["do_sample"] is False
 
 
@@ -150,7 +152,7 @@ def test_recall_documents_have_tokens_of_teacher_forcing(model, num_keys, text, 
     options = {"keys": num_keys, "documents": 1, "max_seq_lengths": [900], "haystack": text_file}
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     teacher_forced_document = make_recall_document(tokenizer, sentences, 900, num_keys, index=0)
-    documents = utils.recall_documents(**options, pretrained=tokenizer_folder)
+    documents = utils.make_recall_questions(**options, pretrained=tokenizer_folder)
     for document, (start, end) in zip(documents, teacher_forced_document.answers, strict=True):
         assert document["key"] == tokenizer.decode(teacher_forced_document.tokens[start:end])
         assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
@@ -172,14 +174,14 @@ def test_documents_are_deterministic_and_alternate_lengths(
         assert "grass" not in document["text"]
     assert [document["length"] for document in documents] == LENGTHS * (len(documents) // 2)
     # the prompt of a key ends where the document repeats the key, in its second half
-    min_share = 0.98 if maker_name == "passkey_documents" else 0.5
+    min_share = 0.98 if maker_name == "make_passkey_documents" else 0.5
     for document in documents:
         num_tokens = len(make_tokenizer()(document["text"])["input_ids"])
         assert min_share * document["length"] < num_tokens <= document["length"]
 
 
 def test_default_number_of_documents(utils, model_path):
-    makers = (utils.passkey_documents, 1, 20), (utils.recall_documents, 12, 48)
+    makers = (utils.make_passkey_documents, 1, 20), (utils.make_recall_questions, 12, 48)
     for make, num_keys, num_documents in makers:
         documents = make(keys=num_keys, pretrained=model_path)
         assert [document["length"] for document in documents] == [4096] * num_documents
@@ -187,17 +189,24 @@ def test_default_number_of_documents(utils, model_path):
     assert [document["index"] for document in documents] == [index // 12 for index in range(48)]
     assert len({document["key"] for document in documents}) == 48
     with pytest.raises(ValueError, match="tokenizer must be a name or path"):
-        utils.passkey_documents(samples=1, dtype="float32")
+        utils.make_passkey_documents(samples=1, dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("scorer_name", "reply", "score"),
     [
-        *(("found", "48213.", 1.0), ("found", "11111 or 48213", 0.0), ("found", "", 0.0)),
-        *(("recalled", (-0.5, True), 1.0), ("recalled", (-0.5, False), 0.0)),
+        *(
+            ("score_passkey_reply", "48213.", 1.0),
+            ("score_passkey_reply", "11111 or 48213", 0.0),
+            ("score_passkey_reply", "", 0.0),
+        ),
+        *(("score_recall_reply", (-0.5, True), 1.0), ("score_recall_reply", (-0.5, False), 0.0)),
         # the score ignores order, spaces and case
-        *(("said", "ABCDE, 48213.", 1.0), ("said", "4 8 2 1 3 and abcde", 1.0)),
-        *(("said", "ABCDE, ABCDE.", 0.5), ("said", "", 0.0)),
+        *(
+            ("score_task_reply", "ABCDE, 48213.", 1.0),
+            ("score_task_reply", "4 8 2 1 3 and abcde", 1.0),
+        ),
+        *(("score_task_reply", "ABCDE, ABCDE.", 0.5), ("score_task_reply", "", 0.0)),
     ],
 )
 def test_reply_is_scored_under_its_length(scorer_name, reply, score, utils):
@@ -234,7 +243,7 @@ def test_arguments_are_passed_to_lm_eval(command_arguments, monkeypatch):
 
 def test_misspelt_model_argument_raises():
     known_arguments = {"engine", "min_length", "max_length", "batch_size"}
-    refuse_misspelt(
+    refuse_misspelt_arguments(
         ["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known_arguments
     )
     for misspelt_name, suggested_name in (("engines", "engine"), ("min_lenght", "min_length")):
@@ -242,7 +251,7 @@ def test_misspelt_model_argument_raises():
             ValueError,
             match=f"model_args must .*, got '{misspelt_name}'; did you mean '{suggested_name}'",
         ):
-            refuse_misspelt(["dtype", misspelt_name], known_arguments)
+            refuse_misspelt_arguments(["dtype", misspelt_name], known_arguments)
 
 
 def test_missing_lm_eval_error_names_the_extra(monkeypatch, capsys):

@@ -219,7 +219,7 @@ def test_task_probes_are_prompts_with_answers(model_folder):
     assert experiment.settings.probes == ("uuid", *other_tasks, "pass")
     example = TASKS["tracking"].make(make_tokenizer(), NOISE_SENTENCES, 600, index=1, seed=0)
     expected = Reading(example.tokens, example.answers, example.prompt)
-    assert experiment.reading("noise", 600, "tracking", depth=None, index=1) == expected
+    assert experiment.make_reading("noise", 600, "tracking", depth=None, index=1) == expected
 
 
 class ModelWithNewArgument:

@@ -84,7 +84,7 @@ def test_final_question_has_wording_of_evaluation(kind, tokenizer_name):
     key_owner = f" for {statement_match[1]}" if statement_match else ""
     # the texts of an evaluation prompt before and after its filler text
     separator = "Here we go."
-    prompt_parts = haystack.render(key_owner, [], [separator]).split(separator)
+    prompt_parts = haystack.render_prompt(key_owner, [], [separator]).split(separator)
     text_before, text_after = (
         decode_without_spaces(haystack.encode(prompt_part), tokenizer_name)
         for prompt_part in prompt_parts

@@ -107,10 +107,10 @@ class FakeBench(timing.Bench):
     def measure_peak(self, call):
         return call(), 5.0
 
-    def time(self, call, graph=True):
+    def time(self, call, has_graph=True):
         call()
         return Timing(
-            3.0, 2.0 if graph and not self.no_graph_reason else None, self.no_graph_reason
+            3.0, 2.0 if has_graph and not self.no_graph_reason else None, self.no_graph_reason
         )
 
 
@@ -129,7 +129,7 @@ class DensityBench(Bench):
     def __init__(self):
         super().__init__("cpu")
 
-    def time(self, call, graph=True):
+    def time(self, call, has_graph=True):
         plans = [
             argument for argument in getattr(call, "args", ()) if isinstance(argument, BlockPlan)
         ]

@@ -9,7 +9,7 @@ from bench import measure_sample
 
 from cab_hf.eval.speed import dense, layouts
 from cab_hf.eval.speed.attention import Attention, Settings
-from cab_hf.eval.speed.layouts import LAYOUTS, PACKED, PADDED, WHOLE, Sequences
+from cab_hf.eval.speed.layouts import LAYOUTS, PACKED_LAYOUT, PADDED_LAYOUT, WHOLE_LAYOUT, Sequences
 from cab_hf.ops import reference
 
 # few forced blocks, so that blocks of 192 tokens can be skipped
@@ -42,14 +42,14 @@ def test_drawn_lengths_are_between_half_and_full_length(layout):
     *other_lengths, last_length = sequences.lengths
     assert all(100 <= length <= 200 for length in other_lengths) and last_length <= 200
     assert sequences.cu_seqlens.tolist()[-1] == sum(sequences.lengths)
-    if layout == PACKED:
+    if layout == PACKED_LAYOUT:
         assert (sequences.num_rows, sequences.num_slots, sum(sequences.lengths)) == (1, 600, 600)
         starts = [start for _, start, _ in sequences.spans]
         assert starts == sequences.cu_seqlens.tolist()[:-1]
     else:
         assert (sequences.num_rows, sequences.num_slots, len(sequences.spans)) == (3, 200, 3)
         assert all(stop == 200 for _, _, stop in sequences.spans)
-        assert (sequences.lengths == [200] * 3) == (layout == WHOLE)
+        assert (sequences.lengths == [200] * 3) == (layout == WHOLE_LAYOUT)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,7 +85,7 @@ def attend_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
     return out, None
 
 
-@pytest.mark.parametrize("layout", [PADDED, PACKED])
+@pytest.mark.parametrize("layout", [PADDED_LAYOUT, PACKED_LAYOUT])
 def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
     module = ModuleType("flash_attn_interface")
     module.flash_attn_varlen_func = attend_varlen
@@ -107,7 +107,7 @@ def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
 def test_kernel_attending_across_sequences_is_not_timed(monkeypatch):
     attend_across = dense.get_baselines("cpu")["SDPA"].load_kernel()
     monkeypatch.setattr(layouts, "_make_masked_sdpa", lambda *_: attend_across)
-    row = measure_case(PACKED, length=160)
+    row = measure_case(PACKED_LAYOUT, length=160)
     assert row["not_measured"]["masked SDPA"].startswith("ArithmeticError: wrong by")
 
 
@@ -130,6 +130,6 @@ def test_wrong_engine_with_padding_is_not_timed(monkeypatch):
         return attend(q, k, v, plan, **options).roll(1, dims=1)
 
     monkeypatch.setattr(reference, "attention", attend_with_other_heads)
-    row = measure_case(PADDED)
+    row = measure_case(PADDED_LAYOUT)
     assert row["not_measured"]["reference"].startswith("ArithmeticError: wrong by")
     assert row["attend_ms"] == {} and "masked SDPA" in row["baselines"]

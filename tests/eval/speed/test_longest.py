@@ -163,7 +163,7 @@ def test_whole_prompt_estimate_equals_fits():
     experiment = Ttft(settings)
     experiment.bench = GpuBench()
     prompts = MemoryModel.from_config(model.make_model_config(settings))
-    expected = prompts.find_longest(500 * 2**20, None, "dynamic")
+    expected = prompts.find_longest_prompt(500 * 2**20, None, "dynamic")
     assert 0 < experiment.estimate_tokens("cab") <= expected < experiment.estimate_tokens("sdpa")
     case = make_case(200, "cab")
     (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})

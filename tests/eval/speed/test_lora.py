@@ -280,7 +280,8 @@ def test_step_search_starts_below_estimate():
     available_memory = lora.get_available_memory(0.25)
     lengths = (estimate, estimate + 64)
     step_memories = (
-        experiment.fit_memory(case, length, available_memory)[1].memory for length in lengths
+        experiment.choose_memory_savings(case, length, available_memory)[1].memory
+        for length in lengths
     )
     assert list(map(available_memory.can_hold, step_memories)) == [True, False]
     first_case = next(case for case in experiment.cases([]) if case["sought"])

@@ -176,7 +176,7 @@ def test_variants_follow_the_order_of_the_run(tmp_path, monkeypatch):
     applied_variants = []
     for name in ("fp8", "liger"):
         monkeypatch.setitem(
-            model.REPLACE_MODULES, name, lambda _, name=name: applied_variants.append(name)
+            model.MODULE_REPLACERS, name, lambda _, name=name: applied_variants.append(name)
         )
     options = ["--variants", "fp8+liger,fp8,plain", "--implementations", "SDPA,cab", *BLOCK_OPTIONS]
     options += ["--layers", "1", "--runs", "1", "--lengths", "96"]
