@@ -117,9 +117,15 @@ def test_run_writes_five_files_and_prints_paths(tmp_path, capsys):
     report_text = (tmp_path / "report.md").read_text()
     assert report_text.startswith(Path(__file__).with_name("powers.md").read_text().rstrip("\n"))
     assert report_text.endswith("```\npython -m cab_hf.eval powers\n```\n")
-    printed = capsys.readouterr().out
-    assert "| 3 | 9 |" in printed and "The last is 9." in printed and "| power |" not in printed
-    assert str(tmp_path / "figure.png") in printed and str(tmp_path / "report.md") in printed
+    printed_text = capsys.readouterr().out
+    assert (
+        "| 3 | 9 |" in printed_text
+        and "The last is 9." in printed_text
+        and "| power |" not in printed_text
+    )
+    assert (
+        str(tmp_path / "figure.png") in printed_text and str(tmp_path / "report.md") in printed_text
+    )
 
 
 def test_interrupted_run_continues(tmp_path, monkeypatch):
@@ -186,7 +192,9 @@ def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
     log_path = tmp_path / "samples.jsonl"
     log_path.write_text(log_path.read_text().replace('"value": 4', '"worth": 4'))
     monkeypatch.setattr(
-        Powers, "rows", staticmethod(lambda samples, _: [{"value": s["value"]} for s in samples])
+        Powers,
+        "rows",
+        staticmethod(lambda samples, _: [{"value": sample["value"]} for sample in samples]),
     )
     with pytest.raises(LogError, match=r"samples\.jsonl has a sample without 'value'. Repair it"):
         run_powers(tmp_path)

@@ -244,8 +244,8 @@ def test_continuation_is_exact_except_with_evicted_keys(model_folder):
     assert reading.prompt_length == 640 - 80
     question = {"text": "noise", "length": 640, "index": 0, "probe": "continuation"}
     measured_nll = {}
-    for name in ("cab", "streaming"):
-        case = {"method": name, "budget": None, **question, "fitted": 0.1}
+    for method_name in ("cab", "streaming"):
+        case = {"method": method_name, "budget": None, **question, "fitted": 0.1}
         method = experiment.make_method(case)
         with method.apply_to(experiment.model):
             # `predict_log_probs` has a complete KV cache. `Fidelity.score_reading` has the cache of
@@ -254,9 +254,11 @@ def test_continuation_is_exact_except_with_evicted_keys(model_folder):
                 experiment.model, reading, chunk=experiment.settings.chunk
             )
             experiment.get_dense_predictions(case)
-            measured_nll[name] = experiment.score_reading(case, reading, method)["nll"]
+            measured_nll[method_name] = experiment.score_reading(case, reading, method)["nll"]
         exact_nll = -exact_log_probs[range(80), list(reading.tokens[560:])].sum().item()
-        assert (measured_nll[name] == pytest.approx(exact_nll, abs=1e-3)) == (name == "cab")
+        assert (measured_nll[method_name] == pytest.approx(exact_nll, abs=1e-3)) == (
+            method_name == "cab"
+        )
 
 
 def test_decode_is_compared_with_dense(run_and_get_rows):
@@ -341,13 +343,13 @@ def test_resumed_run_equals_uninterrupted_run(
     with pytest.raises(KeyboardInterrupt):
         run_fidelity(model_folder, tmp_path, options, methods=methods)
     for row in run_fidelity(model_folder, tmp_path, options, methods=methods)["rows"]:
-        assert remove_floors(row) == remove_floors(run_and_get_rows(options)[row["method"]])
+        assert remove_over_floor(row) == remove_over_floor(run_and_get_rows(options)[row["method"]])
 
 
-def remove_floors(row):
+def remove_over_floor(row):
     """Return a row without ``over_floor``, which depends on the other methods of the run."""
     return {
-        field: remove_floors(value) if isinstance(value, dict) else value
+        field: remove_over_floor(value) if isinstance(value, dict) else value
         for field, value in row.items()
         if field != "over_floor"
     }
@@ -358,12 +360,12 @@ class CountingBench(Bench):
 
     def __init__(self):
         super().__init__("cpu")
-        self.calls = 0
+        self.num_calls = 0
 
     def time(self, call, has_graph=True):
         call()
-        self.calls += 1
-        return Timing(float(self.calls))
+        self.num_calls += 1
+        return Timing(float(self.num_calls))
 
 
 def test_layer_times_are_summed(model_folder):
@@ -393,14 +395,18 @@ def test_layer_times_are_summed(model_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("name", "share"), [("xattention", 9.3 / 73.8), ("streaming", 0.0)])
-def test_selection_time_uses_share_reported_by_authors(name, share, model_folder):
+@pytest.mark.parametrize(
+    ("predictor_name", "reported_share"), [("xattention", 9.3 / 73.8), ("streaming", 0.0)]
+)
+def test_selection_time_uses_share_reported_by_authors(
+    predictor_name, reported_share, model_folder
+):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
-    config = CabConfig(min_length=0, query_block=32, key_block=16, predictor=name)
+    config = CabConfig(min_length=0, query_block=32, key_block=16, predictor=predictor_name)
     result = AttentionClock(CountingBench()).time(model, tuple(range(3, 63)) * 10, config)
-    assert result["predict_reported"] == share
+    assert result["predict_reported"] == reported_share
     # dense attention is measured once and counts for both layers
-    assert result["predict_ms"] == pytest.approx(share * 2)
+    assert result["predict_ms"] == pytest.approx(reported_share * 2)
     assert result["attend_ms"] == 2 + 3
 
 
@@ -477,11 +483,11 @@ def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, 
 
 def test_every_method_has_rows(model_folder, tmp_path, halve_weights_for_fp8):
     # leave out methods with dense prefill, which equal dense attention except in decode steps
-    names = [name for name, method in METHODS.items() if not method.has_dense_prefill]
+    method_names = [name for name, method in METHODS.items() if not method.has_dense_prefill]
     options = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
-    rows = run_fidelity(model_folder, tmp_path, options, methods=",".join(names))["rows"]
+    rows = run_fidelity(model_folder, tmp_path, options, methods=",".join(method_names))["rows"]
     # the documents have no needle, so the method no_needle has no rows
-    assert [row["method"] for row in rows] == [name for name in names if name != "no_needle"]
+    assert [row["method"] for row in rows] == [name for name in method_names if name != "no_needle"]
     densities = {row["method"]: row["density"] for row in rows}
     assert densities["mean_pooled"] == pytest.approx(0.5, abs=0.06)
 

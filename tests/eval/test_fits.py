@@ -35,8 +35,8 @@ MEASURED_CONFIG = CabConfig(typical_queries=8, typical_key_stride=1)
 
 
 @pytest.fixture(scope="module")
-def llama_prompts():
-    """Return the memory model of prompts for the model and the config of the committed runs."""
+def llama_memory_model():
+    """Return the memory model for the model and the config of the committed runs."""
     return dataclasses.replace(fits.MemoryModel.from_config(LLAMA_CONFIG), config=MEASURED_CONFIG)
 
 
@@ -51,113 +51,126 @@ def read_rows(run_name):
 )
 def test_estimated_weights_and_cache_equal_real_model(model_type):
     config = tiny_config(model_type)
-    prompts = fits.MemoryModel.from_config(config)
+    memory_model = fits.MemoryModel.from_config(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    assert prompts.weight_bytes == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    assert memory_model.weight_bytes == sum(
+        x.nbytes for x in (*model.parameters(), *model.buffers())
+    )
     cache = DynamicCache(config=model.config)
     read_with_cache(model, tokens(1, LENGTH), cache)
     layers_with_keys = [
-        x for x in cache.layers if isinstance(getattr(x, "keys", None), torch.Tensor)
+        layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)
     ]
     expected_bytes = sum(
-        x.keys.nbytes + x.values.nbytes for x in layers_with_keys if x.keys.ndim == 4
+        layer.keys.nbytes + layer.values.nbytes
+        for layer in layers_with_keys
+        if layer.keys.ndim == 4
     )
     # a layer with a sliding window may cache the window without the current token
     bytes_of_current_token = sum(
-        layer_bytes for layer_bytes, window in prompts.cache_layers if window
+        layer_bytes for layer_bytes, window in memory_model.cache_layers if window
     )
-    actual_bytes = prompts.estimate_memory(LENGTH, None, fits.DYNAMIC_CACHE).cache_bytes
+    actual_bytes = memory_model.estimate_memory(LENGTH, None, fits.DYNAMIC_CACHE).cache_bytes
     assert expected_bytes > 0 and actual_bytes in (
         expected_bytes,
         expected_bytes + bytes_of_current_token,
     )
 
 
-def test_estimated_cache_bytes_equal_static_cache(llama_prompts):
+def test_estimated_cache_bytes_equal_static_cache(llama_memory_model):
     cache = StaticCache(config=LLAMA_CONFIG, max_cache_len=LENGTH)
     cache.early_initialization(
         batch_size=1, num_heads=8, head_dim=128, dtype=torch.bfloat16, device="meta"
     )
-    cache_bytes = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
-    for chunk in (None, 128):
+    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    for chunk_tokens in (None, 128):
         assert (
-            llama_prompts.estimate_memory(LENGTH, chunk, fits.STATIC_CACHE).cache_bytes
+            llama_memory_model.estimate_memory(LENGTH, chunk_tokens, fits.STATIC_CACHE).cache_bytes
             == cache_bytes
         )
     layer_bytes = cache_bytes / 32
     assert (
-        llama_prompts.estimate_memory(LENGTH, 128, fits.DYNAMIC_CACHE).cache_bytes
+        llama_memory_model.estimate_memory(LENGTH, 128, fits.DYNAMIC_CACHE).cache_bytes
         == cache_bytes + layer_bytes / 2
     )
-    offloaded_estimate = llama_prompts.estimate_memory(LENGTH, None, fits.OFFLOADED_CACHE)
+    offloaded_estimate = llama_memory_model.estimate_memory(LENGTH, None, fits.OFFLOADED_CACHE)
     assert (offloaded_estimate.cache_bytes, offloaded_estimate.host_bytes) == (
         2 * layer_bytes,
         cache_bytes,
     )
 
 
-@pytest.mark.parametrize("chunk", CHUNK_TOKENS)
-def test_chunked_prompt_estimate_matches_measurement(llama_prompts, chunk):
-    for row in read_rows(f"speed-prefill-chunk-{chunk}"):
-        estimate = llama_prompts.estimate_memory(row["length"], chunk, fits.STATIC_CACHE)
+@pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
+def test_chunked_prompt_estimate_matches_measurement(llama_memory_model, chunk_tokens):
+    for row in read_rows(f"speed-prefill-chunk-{chunk_tokens}"):
+        estimate = llama_memory_model.estimate_memory(
+            row["length"], chunk_tokens, fits.STATIC_CACHE
+        )
         assert estimate.weight_bytes / GIB == pytest.approx(row["weights_gib"])
         assert estimate.cache_bytes / GIB == pytest.approx(row["cache_gib"])
         assert estimate.workspace_bytes / GIB == pytest.approx(row["rest_gib"], rel=0.1)
 
 
-def test_whole_prompt_estimate_matches_measurement(llama_prompts):
+def test_whole_prompt_estimate_matches_measurement(llama_memory_model):
     for row in read_rows("speed-ttft"):
         if row["implementation"] == "cab":
-            estimate = llama_prompts.estimate_memory(row["length"], None, fits.DYNAMIC_CACHE)
+            estimate = llama_memory_model.estimate_memory(row["length"], None, fits.DYNAMIC_CACHE)
             workspace_bytes = row["peak_gib"] * GIB - estimate.weight_bytes - estimate.cache_bytes
             assert estimate.workspace_bytes == pytest.approx(workspace_bytes, rel=0.1)
 
 
-def test_selection_memory_estimate_matches_measurement(llama_prompts):
+def test_selection_memory_estimate_matches_measurement(llama_memory_model):
     for row in read_rows("speed-predictor"):
         length = row["length"]
-        actual_bytes = llama_prompts.estimate_selection_bytes(32, 8, 128, length, length)
+        actual_bytes = llama_memory_model.estimate_selection_bytes(32, 8, 128, length, length)
         assert actual_bytes / 2**20 == pytest.approx(row["peak_mib"], rel=0.1)
 
 
-def test_longest_prompt_estimate_matches_search(llama_prompts):
+def test_longest_prompt_estimate_matches_search(llama_memory_model):
     longest_row = [row for row in read_rows("speed-prefill") if row["fits"]][-1]
-    longest = llama_prompts.find_longest_prompt(
+    longest_length = llama_memory_model.find_longest_prompt(
         longest_row["room_gib"] * GIB, 32_768, fits.STATIC_CACHE
     )
-    assert longest == pytest.approx(longest_row["length"], rel=0.1)
+    assert longest_length == pytest.approx(longest_row["length"], rel=0.1)
 
 
 @pytest.mark.parametrize("gpu_gib", [24, 48, 80])
-@pytest.mark.parametrize("chunk", [0, 8192])
-def test_longest_prompt_estimate_matches_search_on_small_gpus(llama_prompts, gpu_gib, chunk):
+@pytest.mark.parametrize("chunk_tokens", [0, 8192])
+def test_longest_prompt_estimate_matches_search_on_small_gpus(
+    llama_memory_model, gpu_gib, chunk_tokens
+):
     """Estimates match with the memory limit of the run, and with this limit minus `CUDA_GIB`."""
     for implementation in ("cab_dense", "cab"):
-        run_rows = read_rows(f"speed-prefill-{gpu_gib}-{'chunks' if chunk else 'whole'}")
+        run_rows = read_rows(f"speed-prefill-{gpu_gib}-{'chunks' if chunk_tokens else 'whole'}")
         run_rows = [
             row for row in run_rows if row["fits"] and row["implementation"] == implementation
         ]
         longest_row = run_rows[-1]
-        cache_type = fits.STATIC_CACHE if chunk else fits.DYNAMIC_CACHE
+        cache_type = fits.STATIC_CACHE if chunk_tokens else fits.DYNAMIC_CACHE
         assert longest_row["room_gib"] == gpu_gib
         for tensors_gib in (gpu_gib, gpu_gib - fits.CUDA_GIB):
-            longest = llama_prompts.find_longest_prompt(
-                tensors_gib * GIB, chunk or None, cache_type
+            longest_length = llama_memory_model.find_longest_prompt(
+                tensors_gib * GIB, chunk_tokens or None, cache_type
             )
-            assert longest == pytest.approx(longest_row["length"], rel=0.1)
+            assert longest_length == pytest.approx(longest_row["length"], rel=0.1)
 
 
-def test_longest_prompt_fits_and_next_step_does_not(llama_prompts):
+def test_longest_prompt_fits_and_next_step_does_not(llama_memory_model):
     limit_bytes = 20 * GIB
-    for chunk in (None, 8192):
+    for chunk_tokens in (None, 8192):
         for cache_type in fits.CACHE_KINDS:
-            longest = llama_prompts.find_longest_prompt(limit_bytes, chunk, cache_type)
-            assert (
-                llama_prompts.estimate_memory(longest, chunk, cache_type).total_bytes <= limit_bytes
+            longest_length = llama_memory_model.find_longest_prompt(
+                limit_bytes, chunk_tokens, cache_type
             )
             assert (
-                llama_prompts.estimate_memory(
-                    longest + fits.LENGTH_STEP, chunk, cache_type
+                llama_memory_model.estimate_memory(
+                    longest_length, chunk_tokens, cache_type
+                ).total_bytes
+                <= limit_bytes
+            )
+            assert (
+                llama_memory_model.estimate_memory(
+                    longest_length + fits.LENGTH_STEP, chunk_tokens, cache_type
                 ).total_bytes
                 > limit_bytes
             )
@@ -171,10 +184,10 @@ def test_model_type_without_meta_support_is_refused():
 def test_fits_command_prints_table(tmp_path, capsys):
     LLAMA_CONFIG.save_pretrained(tmp_path)
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "24", "--chunk", "4k"]) == 0
-    printed = capsys.readouterr().out
-    assert "Weights in bfloat16: 14.96 GiB of 23.4 GiB" in printed
-    assert printed.count("| in chunks of 4,096 |") == 3
-    assert "The model has 2,048 positions" in printed
+    printed_text = capsys.readouterr().out
+    assert "Weights in bfloat16: 14.96 GiB of 23.4 GiB" in printed_text
+    assert printed_text.count("| in chunks of 4,096 |") == 3
+    assert "The model has 2,048 positions" in printed_text
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "8"]) == 2
     assert "the weights of 15.0 GiB, got 8" in capsys.readouterr().err
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "0.5"]) == 2

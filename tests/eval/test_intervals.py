@@ -14,7 +14,7 @@ from cab_hf.eval.intervals import (
 
 Z_SQUARED = NormalDist().inv_cdf(0.975) ** 2
 # half of the width of Wilson's interval for 5 of 10
-HALF_WIDTH = 0.263407
+WILSON_HALF_WIDTH = 0.263407
 
 
 @pytest.mark.parametrize(
@@ -29,45 +29,50 @@ HALF_WIDTH = 0.263407
         ),
     ],
 )
-def test_wilson_by_hand(correct, n, low, high):
+def test_wilson_interval_by_hand(correct, n, low, high):
     assert wilson_interval(correct, n) == pytest.approx((low, high), abs=1e-6)
 
 
-def compute_difference(both, only_ours, only_base, neither, is_swapped=False):
+def compute_difference(num_both, num_only_ours, num_only_base, num_neither, is_swapped=False):
     """Return `paired_difference` of two methods, "ours" and "base", from numbers of questions.
 
     Args:
-        both, neither: number of questions that both methods, or neither, answer correctly.
-        only_ours, only_base: number of questions that only this method answers correctly.
+        num_both, num_neither: number of questions that both methods, or neither, answer correctly.
+        num_only_ours, num_only_base: number of questions that only this method answers correctly.
         is_swapped: True for the difference base minus ours.
     """
-    ours = [1] * (both + only_ours) + [0] * (only_base + neither)
-    base = [1] * both + [0] * only_ours + [1] * only_base + [0] * neither
+    ours = [1] * (num_both + num_only_ours) + [0] * (num_only_base + num_neither)
+    base = [1] * num_both + [0] * num_only_ours + [1] * num_only_base + [0] * num_neither
     return paired_difference(base, ours) if is_swapped else paired_difference(ours, base)
 
 
 @pytest.mark.parametrize(
-    ("both", "only_ours", "only_base", "neither", "difference", "low", "high"),
+    ("num_both", "num_only_ours", "num_only_base", "num_neither", "difference", "low", "high"),
     [
         # both methods are always right: phi is undefined and counts as 0
         (10, 0, 0, 0, 0.0, -Z_SQUARED / (10 + Z_SQUARED), Z_SQUARED / (10 + Z_SQUARED)),
         # the methods always agree: phi = (25 - 10 / 2) / 25 = 0.8; width² is half² (1 + 1 - 1.6)
-        (5, 0, 0, 5, 0.0, -HALF_WIDTH * math.sqrt(0.4), HALF_WIDTH * math.sqrt(0.4)),
+        (5, 0, 0, 5, 0.0, -WILSON_HALF_WIDTH * math.sqrt(0.4), WILSON_HALF_WIDTH * math.sqrt(0.4)),
         # the methods never agree: phi = -25 / 25, and the half widths add up
-        (0, 5, 5, 0, 0.0, -2 * HALF_WIDTH, 2 * HALF_WIDTH),
+        (0, 5, 5, 0, 0.0, -2 * WILSON_HALF_WIDTH, 2 * WILSON_HALF_WIDTH),
         # only our method is right: the difference is 1 - 0
         (0, 10, 0, 0, 1.0, 1 - math.sqrt(2) * Z_SQUARED / (10 + Z_SQUARED), 1.0),
     ],
 )
-def test_paired_difference_by_hand(both, only_ours, only_base, neither, difference, low, high):
+def test_paired_difference_by_hand(
+    num_both, num_only_ours, num_only_base, num_neither, difference, low, high
+):
     result = compute_difference(
-        both=both, only_ours=only_ours, only_base=only_base, neither=neither
+        num_both=num_both,
+        num_only_ours=num_only_ours,
+        num_only_base=num_only_base,
+        num_neither=num_neither,
     )
     assert result == pytest.approx((difference, low, high), abs=2e-6)
 
 
 def test_paired_difference_is_antisymmetric():
-    counts = {"both": 11, "only_ours": 2, "only_base": 5, "neither": 3}
+    counts = {"num_both": 11, "num_only_ours": 2, "num_only_base": 5, "num_neither": 3}
     difference, low, high = compute_difference(**counts)
     assert compute_difference(**counts, is_swapped=True) == pytest.approx(
         (-difference, -high, -low)

@@ -34,14 +34,14 @@ for_each_command = pytest.mark.parametrize("command_name", COMMAND_NAMES)
 
 @pytest.fixture(scope="module")
 def finished_runs(model_folder, tmp_path_factory):
-    """Return a finished run per command, with ``folder``, ``results`` and ``printed`` (stdout)."""
+    """Return a finished run per command, with ``folder``, ``results`` and ``printed_text``."""
     runs = {}
     for command_name in COMMAND_NAMES:
-        folder, printed = tmp_path_factory.mktemp("complete") / command_name, StringIO()
-        with redirect_stdout(printed):
+        folder, printed_text = tmp_path_factory.mktemp("complete") / command_name, StringIO()
+        with redirect_stdout(printed_text):
             results = run_eval_and_read_results(command_name, model_folder, folder)
         runs[command_name] = SimpleNamespace(
-            folder=folder, results=results, printed=printed.getvalue()
+            folder=folder, results=results, printed_text=printed_text.getvalue()
         )
     return runs
 
@@ -67,7 +67,7 @@ def test_dry_run_prints_number_of_cases(
     assert (
         line
         == f"{NUM_CASES[command_name]} cases"
-        == finished_runs[command_name].printed.splitlines()[0]
+        == finished_runs[command_name].printed_text.splitlines()[0]
     )
     assert "dry_run" not in finished_runs[command_name].results["provenance"]["settings"]
     continue_run = partial(
@@ -130,19 +130,19 @@ def test_report_renders_from_files_and_contains_command(
     assert json.loads(json.dumps(resumed_experiment.recorded_settings())) == settings
 
 
-def run_out_of_memory(*_):
+def raise_out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
 
 def test_matched_method_waits_for_method_out_of_memory(
     model_folder, finished_runs, monkeypatch, tmp_path
 ):
-    original_read = Fidelity.score_reading
+    original_score = Fidelity.score_reading
 
     def raise_out_of_memory_for_cab(self, case, reading, method):
         if case["method"] == "cab":
-            run_out_of_memory()
-        return original_read(self, case, reading, method)
+            raise_out_of_memory()
+        return original_score(self, case, reading, method)
 
     with monkeypatch.context() as patch:
         patch.setattr(Fidelity, "score_reading", raise_out_of_memory_for_cab)
@@ -185,7 +185,7 @@ def test_shards_partition_cases_by_question(command_name, num_shards):
         for case in experiments[0].list_planned_cases()
         if not experiments[0].needs_other_samples(case)
     ]
-    waiting_cases = [
+    dependent_cases = [
         case
         for case in experiments[0].list_planned_cases()
         if experiments[0].needs_other_samples(case)
@@ -193,7 +193,7 @@ def test_shards_partition_cases_by_question(command_name, num_shards):
     # shards must not depend on the cases that are already measured
     for measured_cases, cases in (
         (independent_cases[:4], independent_cases[4:]),
-        (independent_cases, waiting_cases),
+        (independent_cases, dependent_cases),
     ):
         cases_by_shard = [
             shard_experiment.list_shard_cases(measured_cases) for shard_experiment in experiments

@@ -93,13 +93,13 @@ class Decoding:
         for position in range(self.num_prompt_tokens, self.num_prompt_tokens + self.num_steps):
             step_output = self.attend(slice(position, position + 1), position + 1)
             for head in range(2):
-                positions, group = (
+                positions, query_heads = (
                     [*cached_positions[head], position],
                     slice(3 * head, 3 * head + 3),
                 )
                 keys, values = self.k[0, head, positions], self.v[0, head, positions]
-                weights = (self.q[0, group, position] @ keys.T * 0.25).softmax(-1)
-                torch.testing.assert_close(step_output[0, 0, group], weights @ values)
+                weights = (self.q[0, query_heads, position] @ keys.T * 0.25).softmax(-1)
+                torch.testing.assert_close(step_output[0, 0, query_heads], weights @ values)
                 cached_positions[head] = update_positions(head, positions, weights)
 
 
@@ -187,12 +187,12 @@ def test_streaming_decode_attends_to_sinks_and_window(
 
 
 def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
-    streaming = methods.Streaming.fit(replace(CELL, budget=0.2))
-    cache = streaming.make_cache(model)
-    with streaming.apply_to(model):
+    streaming_method = methods.Streaming.fit(replace(CELL, budget=0.2))
+    cache = streaming_method.make_cache(model)
+    with streaming_method.apply_to(model):
         predict_after_prompt(model, ids, 560, cache=cache)
-    num_kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
-    assert {layer.keys.shape[2] for layer in cache.layers} == {num_kept}
+    num_kept_tokens = (streaming_method.config.local_blocks + 1) * streaming_method.config.key_block
+    assert {layer.keys.shape[2] for layer in cache.layers} == {num_kept_tokens}
     # `predict_after_prompt` does not pass the last token to the model
     assert cache.get_seq_length() == LENGTH - 1
 
@@ -209,8 +209,10 @@ def test_step_tokens_count_index_bytes(model):
     assert sparse_method.count_step_tokens(model, LENGTH) == 128 + LENGTH * index_share
     # a sequence below 4 * decode_tokens is decoded densely
     assert sparse_method.count_step_tokens(model, 511) == 511
-    share_method = methods.Cab(config.changed(decode_tokens=0.1))
-    assert share_method.count_step_tokens(model, LENGTH) == pytest.approx(60 + LENGTH * index_share)
+    share_budget_method = methods.Cab(config.changed(decode_tokens=0.1))
+    assert share_budget_method.count_step_tokens(model, LENGTH) == pytest.approx(
+        60 + LENGTH * index_share
+    )
     one_dense_layer_method = methods.Cab(config.changed(dense_layers=(1,)))
     step_tokens_by_layer = 128 + LENGTH * index_share, LENGTH
     assert one_dense_layer_method.count_step_tokens(model, LENGTH) == pytest.approx(
@@ -223,11 +225,11 @@ def test_step_tokens_count_index_bytes(model):
 EVICTION_METHODS = [name for name, method in METHODS.items() if method.has_dense_prefill]
 
 
-@pytest.mark.parametrize("name", EVICTION_METHODS)
-def test_eviction_cache_has_dense_prefill_and_sparse_decode(name, model, ids):
+@pytest.mark.parametrize("method_name", EVICTION_METHODS)
+def test_eviction_cache_has_dense_prefill_and_sparse_decode(method_name, model, ids):
     logits_before = compute_logits(model, ids)
     dense_answer = generate(model, ids)
-    with METHODS[name](2 * LENGTH).apply_to(model):
+    with METHODS[method_name](2 * LENGTH).apply_to(model):
         torch.testing.assert_close(compute_logits(model, ids), logits_before, atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(model, ids), dense_answer)
     first_token = dense_answer[:, LENGTH : LENGTH + 1]
@@ -238,19 +240,19 @@ def test_eviction_cache_has_dense_prefill_and_sparse_decode(name, model, ids):
 
     with torch.no_grad():
         dense_logits = compute_second_token_logits()
-        with METHODS[name](30).apply_to(model):
+        with METHODS[method_name](30).apply_to(model):
             assert (compute_second_token_logits() - dense_logits).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", EVICTION_METHODS)
-def test_eviction_cache_with_padding_or_chunks_raises(name, model, ids):
+@pytest.mark.parametrize("method_name", EVICTION_METHODS)
+def test_eviction_cache_with_padding_or_chunks_raises(method_name, model, ids):
     padding_mask = torch.ones_like(ids)
     padding_mask[:, :5] = 0
-    with METHODS[name](300).apply_to(model), torch.no_grad():
+    with METHODS[method_name](300).apply_to(model), torch.no_grad():
         with pytest.raises(ValueError, match="without padding"):
             model(ids, attention_mask=padding_mask)
         cache = model(ids[:, :300], use_cache=True).past_key_values
-        with pytest.raises(ValueError, match=f"{name} must get a whole prompt"):
+        with pytest.raises(ValueError, match=f"{method_name} must get a whole prompt"):
             model(ids[:, 300:], past_key_values=cache)
 
 
@@ -260,12 +262,12 @@ def test_fp8_without_torchao_raises(monkeypatch):
         METHODS["fp8"].fit(CELL)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_method_restores_model_after_error(name, model, ids, halve_weights_for_fp8):
+@pytest.mark.parametrize("method_name", METHODS)
+def test_method_restores_model_after_error(method_name, model, ids, halve_weights_for_fp8):
     logits_before = compute_logits(model, ids)
     with (
         pytest.raises(RuntimeError, match="in the middle"),
-        METHODS[name].fit(TOP_P_CELL).apply_to(model) as densities,
+        METHODS[method_name].fit(TOP_P_CELL).apply_to(model) as densities,
     ):
         generate(model, ids)
         assert densities()
@@ -275,40 +277,40 @@ def test_method_restores_model_after_error(name, model, ids, halve_weights_for_f
     assert torch.equal(compute_logits(model, ids), logits_before)
 
 
-@pytest.mark.parametrize("name", MATCHED_METHODS)
-def test_matched_method_reaches_budget(name, model, ids):
+@pytest.mark.parametrize("method_name", MATCHED_METHODS)
+def test_matched_method_reaches_budget(method_name, model, ids):
     budget = 0.3
     # the published recipe has blocks of 64 tokens, so its density has coarser steps
-    tolerance = 0.06 if name == "published" else 0.03
+    tolerance = 0.06 if method_name == "published" else 0.03
     # dense tail rows would exceed the budget of such a short sequence
     cell = replace(CELL, config=replace(CELL.config, dense_tail_blocks=0), budget=budget)
     cell = replace(cell, measure_density=methods.make_density_measure(model, ids[0].tolist()))
-    with METHODS[name].fit(cell).apply_to(model) as densities:
+    with METHODS[method_name].fit(cell).apply_to(model) as densities:
         compute_logits(model, ids)
         assert densities() == pytest.approx([budget] * 2, abs=tolerance)
     with pytest.raises(ValueError, match="budget"):
-        METHODS[name].fit(replace(TOP_P_CELL, budget=None))
+        METHODS[method_name].fit(replace(TOP_P_CELL, budget=None))
 
 
-@pytest.mark.parametrize("name", ["xattention_fitted", "flexprefill_fitted", "mean_pooled"])
-def test_fitted_share_is_restored_from_log(name):
-    config = METHODS[name].fit(TOP_P_CELL).config
-    predictor = name.removesuffix("_fitted")
+@pytest.mark.parametrize("method_name", ["xattention_fitted", "flexprefill_fitted", "mean_pooled"])
+def test_fitted_share_is_restored_from_log(method_name):
+    config = METHODS[method_name].fit(TOP_P_CELL).config
+    predictor = method_name.removesuffix("_fitted")
     assert config.predictor == f"{predictor}:0.4"
     assert blocks.logged_config(config.to_dict()) == config
     assert blocks.logged_config({**config.to_dict(), "predictor": predictor}).predictor == predictor
-    with pytest.raises(ValueError, match=f"cell must measure the density .* {name}, got"):
-        METHODS[name].fit(CELL)
+    with pytest.raises(ValueError, match=f"cell must measure the density .* {method_name}, got"):
+        METHODS[method_name].fit(CELL)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_dense_tail_applies_to_methods_matched_by_blocks(name, halve_weights_for_fp8):
+@pytest.mark.parametrize("method_name", METHODS)
+def test_dense_tail_applies_to_methods_matched_by_blocks(method_name, halve_weights_for_fp8):
     cell = replace(TOP_P_CELL, config=replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=3))
-    config = getattr(METHODS[name].fit(cell), "config", None)
-    if config is None or name == "trianglemix":  # TriangleMix has its own last queries
+    config = getattr(METHODS[method_name].fit(cell), "config", None)
+    if config is None or method_name == "trianglemix":  # TriangleMix has its own last queries
         return
-    without_tail = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
-    assert config.dense_tail_blocks == (0 if name in without_tail else 3)
+    methods_without_tail = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
+    assert config.dense_tail_blocks == (0 if method_name in methods_without_tail else 3)
 
 
 def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
@@ -330,8 +332,8 @@ def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
     query, key = torch.arange(320)[:, None], torch.arange(320)
     is_in_window = (key <= query) & (key > query - 70)
-    selected = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
-    assert selected[is_in_window].all()
+    is_selected = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
+    assert is_selected[is_in_window].all()
     # the method adds the dense_layers of the config to its own
     cell = replace(TOP_P_CELL, config=replace(SMALL_BLOCKS_CONFIG, dense_layers=(5,)), num_layers=7)
     assert blocks.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)

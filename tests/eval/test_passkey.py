@@ -36,10 +36,12 @@ def text_file(tmp_path):
 
 @pytest.mark.parametrize("num_keys", [1, 4])
 @pytest.mark.parametrize("filler", FILLERS)
-@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
+@pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, num_keys, depth, text_file):
-    tokenizer = make_tokenizer(chat)
+def test_prompt_has_needle_at_depth_and_fits_length(
+    chat_template, filler, num_keys, depth, text_file
+):
+    tokenizer = make_tokenizer(chat_template)
     haystack = Haystack(tokenizer, filler, num_keys, text_file if filler == "text" else None)
     for length in (250, 611):
         prompt = haystack.make_prompt(length, depth, index=0)
@@ -59,12 +61,12 @@ def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, num_keys, dept
 
 
 def test_needles_are_at_sentence_borders(tokenizer):
-    render, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
+    render_haystack, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
     sentences = ["The grass is green."] * 10
     # the ten sentences have equal lengths, so depth 0.5 is after the fifth sentence
     expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
-    assert " ".join(expected) in render("", needles, sentences)
-    assert "HERE" not in render("", [], sentences)
+    assert " ".join(expected) in render_haystack("", needles, sentences)
+    assert "HERE" not in render_haystack("", [], sentences)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +81,8 @@ def test_prompt_depends_on_length_depth_index_and_seed(tokenizer, changed_argume
 
 def test_samples_start_at_different_sentences(tokenizer, text_file):
     for haystack in (Haystack(tokenizer), Haystack(tokenizer, "text", file=text_file)):
-        starts = {haystack.make_prompt(300, 1.0, index).tokens[:30] for index in range(12)}
-        assert len(starts) > 2
+        prompt_starts = {haystack.make_prompt(300, 1.0, index).tokens[:30] for index in range(12)}
+        assert len(prompt_starts) > 2
 
 
 def test_hide_needle_removes_keys_only(tokenizer):
@@ -91,7 +93,7 @@ def test_hide_needle_removes_keys_only(tokenizer):
     assert prompt_without_needle.key == prompt_with_needle.key
     assert prompt_without_needle.needle_span is None
     text = tokenizer.decode(prompt_without_needle.tokens).replace(" ", "")
-    assert not any(letter.isdigit() for letter in text)
+    assert not any(character.isdigit() for character in text)
     # a needle has two sentences with the key, and the sentence "Remember it."
     assert len(prompt_with_needle.tokens) - len(prompt_without_needle.tokens) == 4 * len(
         tokenizer(needles.KEY_STATEMENT_TEMPLATE.format(whose=" for Bob", key="12345"))["input_ids"]
@@ -201,7 +203,7 @@ GENERATION_FIELDS = {
         **{"encoder_repetition_penalty": 9.0, "encoder_no_repeat_ngram_size": 1},
         **{"suppress_tokens": list(range(2, 60)), "sequence_bias": [[[9], 99.0]]},
         **{"begin_suppress_tokens": list(range(2, 90))},
-        **{"bad_words_ids": [[each] for each in range(2, 90)]},
+        **{"bad_words_ids": [[token_id] for token_id in range(2, 90)]},
     },
     "beams": {"num_beams": 3, "forced_bos_token_id": 9, "forced_eos_token_id": 8},
     "sampling": {"do_sample": True, "temperature": 9.0, "top_k": 40, "num_return_sequences": 2},
@@ -225,15 +227,17 @@ def run_and_read_answers(model_folder, tmp_path_factory):
     """
 
     def run_and_read_answers(**fields):
-        own_model_folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
+        copied_model_folder = shutil.copytree(
+            model_folder, tmp_path_factory.mktemp("own") / "model"
+        )
         generation_config = {"eos_token_id": 1, "pad_token_id": 1, **fields}
-        (own_model_folder / "generation_config.json").write_text(json.dumps(generation_config))
+        (copied_model_folder / "generation_config.json").write_text(json.dumps(generation_config))
         run_eval_and_read_results(
-            "passkey", own_model_folder, own_model_folder.parent / "run", methods="dense"
+            "passkey", copied_model_folder, copied_model_folder.parent / "run", methods="dense"
         )
         return [
             sample["answer"]
-            for sample in read_log(own_model_folder.parent / "run" / "samples.jsonl")[1]
+            for sample in read_log(copied_model_folder.parent / "run" / "samples.jsonl")[1]
         ]
 
     return run_and_read_answers

@@ -71,22 +71,22 @@ def make_time_row(length, threshold, dense_ms, cab_ms):
     }
 
 
-def make_recall_row(length, method, threshold, right):
-    """Return a log row of a recall measurement; ``right`` has a bool for each key."""
+def make_recall_row(length, method, threshold, is_key_right):
+    """Return a log row of a recall measurement; ``is_key_right`` has a bool for each key."""
     step_fields = Step(RECALL, length, method, threshold).fields
-    return {**step_fields, "right": right, "pass_seconds": {method: 1.0}}
+    return {**step_fields, "right": is_key_right, "pass_seconds": {method: 1.0}}
 
 
-@pytest.mark.parametrize("target", [0.002, 0.01, 0.02, 0.09])
+@pytest.mark.parametrize("target_kl", [0.002, 0.01, 0.02, 0.09])
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
-def test_search_finds_threshold_of_power_law(target, slope):
+def test_search_finds_threshold_of_power_law(target_kl, slope):
     points = [KlPoint(START_THRESHOLD, 0.02)]
-    while (threshold := advice.choose_next_threshold(sorted(points), target)) is not None:
+    while (threshold := advice.choose_next_threshold(sorted(points), target_kl)) is not None:
         points.append(KlPoint(threshold, 0.02 * (threshold / START_THRESHOLD) ** slope))
         assert len(points) <= advice.MAX_KL_POINTS
-    chosen_threshold = advice.choose_threshold(points, target)
+    chosen_threshold = advice.choose_threshold(points, target_kl)
     kl = dict(points)[chosen_threshold]
-    assert 0.5 * target <= kl <= target
+    assert 0.5 * target_kl <= kl <= target_kl
 
 
 @pytest.mark.parametrize(
@@ -147,18 +147,18 @@ def test_break_even_length(speedups, expected):
 def test_time_estimate_grows_with_length():
     rows = [make_time_row(8192, START_THRESHOLD, 1000, 500)]
     step = Step(TTFT, 32768, CAB, START_THRESHOLD)
-    passes = budget.count_passes(
+    num_passes_by_method = budget.count_passes(
         step, num_runs=3, num_warm_ups=1, num_kernels=1, is_dense_cached=False
     )
-    assert passes == {DENSE: 4, CAB: 4}
-    ratio = MODEL_COST.count_operations(32768) / MODEL_COST.count_operations(8192)
-    assert budget.estimate_step_seconds(step, rows, passes, MODEL_COST) == pytest.approx(
-        1.2 * ratio * (4 * 1.5)
-    )
-    other_threshold = Step(TTFT, 8192, CAB, 0.001)
-    assert budget.estimate_step_seconds(other_threshold, rows, passes, MODEL_COST) == pytest.approx(
-        4 * 1.5
-    )
+    assert num_passes_by_method == {DENSE: 4, CAB: 4}
+    operation_ratio = MODEL_COST.count_operations(32768) / MODEL_COST.count_operations(8192)
+    assert budget.estimate_step_seconds(
+        step, rows, num_passes_by_method, MODEL_COST
+    ) == pytest.approx(1.2 * operation_ratio * (4 * 1.5))
+    step_at_other_threshold = Step(TTFT, 8192, CAB, 0.001)
+    assert budget.estimate_step_seconds(
+        step_at_other_threshold, rows, num_passes_by_method, MODEL_COST
+    ) == pytest.approx(4 * 1.5)
 
 
 @pytest.mark.parametrize(
@@ -176,29 +176,31 @@ def test_full_budget_pass_is_estimated_from_other_passes(cab_ms, seconds):
 def test_run_stays_within_its_minutes(minutes, operations_per_second):
     """Each simulated pass takes up to 15 % more or less time than estimated from its operations."""
     scope = Scope((8192, 32768, 131072), START_THRESHOLD, TARGET_KL, num_documents=2, num_kernels=3)
-    rows, skipped, elapsed, pass_numbers = [], {}, 10.0, count()
-    while (step := find_next_step(scope, rows, skipped)) is not None:
-        passes = budget.count_passes(
+    rows, skip_reasons, elapsed_seconds, pass_numbers = [], {}, 10.0, count()
+    while (step := find_next_step(scope, rows, skip_reasons)) is not None:
+        num_passes_by_method = budget.count_passes(
             step, num_runs=3, num_warm_ups=1, num_kernels=3, is_dense_cached=False
         )
-        seconds = budget.estimate_step_seconds(step, rows, passes, MODEL_COST)
-        if not budget.fits_time_limit(seconds, elapsed, minutes):
-            skipped[step] = budget.describe_missing_time(seconds, elapsed, minutes)
+        seconds = budget.estimate_step_seconds(step, rows, num_passes_by_method, MODEL_COST)
+        if not budget.fits_time_limit(seconds, elapsed_seconds, minutes):
+            skip_reasons[step] = budget.describe_missing_time(seconds, elapsed_seconds, minutes)
             continue
         noise_factor = 1 + 0.3 * ((next(pass_numbers) * 0.618) % 1 - 0.5)
         num_operations = MODEL_COST.count_operations(step.length)
         relative_work = {DENSE: 1.0, CAB: 0.6, FULL: 1.2}
         pass_seconds = {
             method: noise_factor * relative_work[method] * num_operations / operations_per_second
-            for method in passes
+            for method in num_passes_by_method
         }
-        elapsed += sum(passes[method] * pass_seconds[method] for method in passes)
+        elapsed_seconds += sum(
+            num_passes_by_method[method] * pass_seconds[method] for method in num_passes_by_method
+        )
         kl = 0.02 * ((step.threshold or 0) / START_THRESHOLD) ** 0.75
         kl_fields = {"kl": kl, "count": 1, "densities": [0.5]}
         rows.append({**step.fields, **kl_fields, "pass_seconds": pass_seconds})
     # the first four steps, probes, have no estimate and may exceed the time
-    assert elapsed + budget.REPORT_SECONDS <= 1.1 * 60 * minutes or len(rows) <= 4
-    assert all("were left" in reason for reason in skipped.values())
+    assert elapsed_seconds + budget.REPORT_SECONDS <= 1.1 * 60 * minutes or len(rows) <= 4
+    assert all("were left" in reason for reason in skip_reasons.values())
 
 
 def test_schedule_measures_selected_threshold_and_ends():
@@ -226,17 +228,17 @@ def test_schedule_measures_selected_threshold_and_ends():
 
 
 def test_skipped_search_step_keeps_measured_thresholds():
-    scope, skipped = Scope((512,), START_THRESHOLD, TARGET_KL), {}
+    scope, skip_reasons = Scope((512,), START_THRESHOLD, TARGET_KL), {}
     probes = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START_THRESHOLD)]
     measured_steps = [*probes, Step(TTFT, 512, CAB, START_THRESHOLD)]
     rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in measured_steps]
     rows += [make_kl_row(512, START_THRESHOLD, 0.05)]
-    step = find_next_step(scope, rows, skipped)
+    step = find_next_step(scope, rows, skip_reasons)
     assert step.measure == KL and step.threshold < START_THRESHOLD
-    skipped[step] = "no time"
-    assert find_next_step(scope, rows, skipped) == Step(KL, 512, FULL)
+    skip_reasons[step] = "no time"
+    assert find_next_step(scope, rows, skip_reasons) == Step(KL, 512, FULL)
     rows += [make_kl_row(512, None, 0.0, method=FULL)]
-    assert find_next_step(scope, rows, skipped).measure == RECALL
+    assert find_next_step(scope, rows, skip_reasons).measure == RECALL
 
 
 @pytest.mark.parametrize(
@@ -256,11 +258,11 @@ def test_kernels_are_ranked_at_nearest_length():
     assert rank_kernels(rows, 8192) == ["b", "a"]
 
 
-def write_advice(rows, target=TARGET_KL):
+def write_advice(rows, target_kl=TARGET_KL):
     """Return the verdict on measured rows, and the sentence of advice about this verdict."""
-    verdict = advice.draw_conclusions(rows, START_THRESHOLD, target, query_block=128)
-    table = advice.list_summaries(rows, START_THRESHOLD, verdict.threshold)
-    sentence = advice.write_advice(rows, verdict, table, target, device_name="NVIDIA H200")
+    verdict = advice.draw_conclusions(rows, START_THRESHOLD, target_kl, query_block=128)
+    summaries = advice.list_summaries(rows, START_THRESHOLD, verdict.threshold)
+    sentence = advice.write_advice(rows, verdict, summaries, target_kl, device_name="NVIDIA H200")
     return verdict, sentence
 
 
@@ -280,7 +282,7 @@ LOWER_THRESHOLD_ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "target", "message", "min_length"),
+    ("rows", "target_kl", "message", "min_length"),
     [
         (FAST_ROWS, TARGET_KL, "use CAB with mass_threshold=0.0027 for prompts from about", 15104),
         (FAST_ROWS[1:], TARGET_KL, "for all measured lengths, from 32,768 tokens", 32768),
@@ -296,8 +298,8 @@ LOWER_THRESHOLD_ROWS = [
     ],
     ids=["from a length", "all lengths", "slow", "high KL", "search not ended", "no time"],
 )
-def test_advice_is_one_sentence(rows, target, message, min_length):
-    verdict, sentence = write_advice(rows, target)
+def test_advice_is_one_sentence(rows, target_kl, message, min_length):
+    verdict, sentence = write_advice(rows, target_kl)
     assert message in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
     config = advice.make_advised_config(CabConfig(), verdict)
     assert config.min_length == pytest.approx(min_length, rel=0.05)
@@ -316,7 +318,7 @@ def test_advice_states_threshold_of_the_time():
     assert "1.25 times as fast as with sdpa (with mass_threshold=0.0027)" in sentence
 
 
-def test_lengths_timed_at_another_threshold_count():
+def test_lengths_timed_at_another_threshold_are_included():
     rows = [*FAST_ROWS, make_kl_row(32768, 0.0029, 0.0199), make_time_row(8192, 0.0029, 100, 90)]
     verdict, _ = write_advice(rows)
     assert (verdict.threshold, verdict.longest_timed_length, verdict.pays_from_length) == (
@@ -347,7 +349,7 @@ def test_quickcheck_page_equals_committed_report():
 
 
 @pytest.fixture
-def without_figure(monkeypatch):
+def skip_figure(monkeypatch):
     """Draw no figure, because drawing takes longer than measuring a tiny model."""
     monkeypatch.setattr(report, "draw_figure", lambda **_: None)
 
@@ -383,14 +385,14 @@ def read_rows(out):
 def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book_file, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(make_arguments(model_folder, book_file, out)) == 0
-    printed = capsys.readouterr().out
+    printed_text = capsys.readouterr().out
     report_text = (out / REPORT_FILE).read_text()
-    (sentence,) = re.findall(r"^On \S+, .*\.$", printed, re.MULTILINE)
+    (sentence,) = re.findall(r"^On \S+, .*\.$", printed_text, re.MULTILINE)
     assert sentence in report_text and "| 320 | dense (sdpa) | 1.00 |" in report_text
     assert "## Density by layer" in report_text and "## Not measured" not in report_text
     assert (out / FIGURE_FILE).stat().st_size > 3_000
-    measures = {row["measure"] for row in read_rows(out)}
-    assert measures == {"probe", TTFT, KL, RECALL, "recall_border"}
+    measure_names = {row["measure"] for row in read_rows(out)}
+    assert measure_names == {"probe", TTFT, KL, RECALL, "recall_border"}
     config = CabConfig.calibrated(out / CONFIG_FILE)
     assert f"mass_threshold={config.mass_threshold:g} (advised)" in report_text
     model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -399,7 +401,7 @@ def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book_file
     assert loaded_model.config.cab_config == config.to_dict()
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_interrupted_quickcheck_continues(model_folder, book_file, tmp_path, monkeypatch):
     out, measure_step, steps = tmp_path / "run", Measurements.measure_step, []
 
@@ -424,7 +426,7 @@ def test_interrupted_quickcheck_continues(model_folder, book_file, tmp_path, mon
     )
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_only_budget_settings_may_change_in_a_resumed_run(
     model_folder, book_file, tmp_path, capsys
 ):
@@ -437,7 +439,7 @@ def test_only_budget_settings_may_change_in_a_resumed_run(
     assert "seed" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_steps_over_budget_are_skipped_and_reported(model_folder, book_file, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(make_arguments(model_folder, book_file, out, ["--minutes", 0.001])) == 0
@@ -451,19 +453,19 @@ def test_steps_over_budget_are_skipped_and_reported(model_folder, book_file, tmp
     assert "## Not measured" not in (out / REPORT_FILE).read_text()
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_failed_step_is_reported_and_others_run(model_folder, book_file, tmp_path, monkeypatch):
-    def run_out_of_memory(self, step):
+    def raise_out_of_memory(self, step):
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(Measurements, "measure_recall", run_out_of_memory)
+    monkeypatch.setattr(Measurements, "measure_recall", raise_out_of_memory)
     out = tmp_path / "run"
     assert main(make_arguments(model_folder, book_file, out)) == 0
     assert "text 0: CUDA out of memory" in (out / REPORT_FILE).read_text()
     assert {row["measure"] for row in read_rows(out)} == {"probe", TTFT, KL}
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_lengths_beyond_texts_are_skipped(model_folder, book_file, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(make_arguments(model_folder, book_file, out, ["--lengths", "160,2k"])) == 0
@@ -500,7 +502,7 @@ def bert_folder(tmp_path):
     ],
     ids=lambda each: "-".join(each) if isinstance(each, list) else "",
 )
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_invalid_input_is_refused_in_one_sentence(
     model_folder, book_file, tmp_path, capsys, monkeypatch, options, message
 ):
@@ -514,7 +516,7 @@ def test_invalid_input_is_refused_in_one_sentence(
     assert not (tmp_path / "run" / REPORT_FILE).exists()
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_noncausal_model_is_refused(bert_folder, book_file, tmp_path, capsys):
     assert main(make_arguments(bert_folder, book_file, tmp_path / "run")) == 2
     assert (
@@ -531,7 +533,7 @@ def test_default_lengths_fit_the_model():
         limit_lengths(Settings(model="tiny", device="cpu", lengths=(512, 8192)))
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_command_in_report_repeats_the_run(model_folder, book_file, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert main(make_arguments(model_folder, book_file, out, CAB_OPTIONS)) == 0
@@ -556,7 +558,7 @@ def test_quickcheck_of_smollm2_on_cpu(tmp_path):
     assert CabConfig.calibrated(out / CONFIG_FILE).origin.layers == 30
 
 
-@pytest.mark.usefixtures("without_figure")
+@pytest.mark.usefixtures("skip_figure")
 def test_random_weights_are_timed_at_max_density(book_file, tmp_path, monkeypatch):
     out, random_model_folder = tmp_path / "run", tmp_path / "random"
     config_fields = {

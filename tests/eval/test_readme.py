@@ -246,7 +246,7 @@ def test_runs_of_one_training_are_pooled():
 
 
 @pytest.mark.parametrize(
-    ("row", "sparse", "exact", "error"),
+    ("row", "sparse_layers", "exact_layers", "error"),
     [
         ({}, "all layers", None, None),
         ({"sparse": 2}, "layers without a window", "sliding windows", None),
@@ -255,9 +255,15 @@ def test_runs_of_one_training_are_pooled():
     ],
     ids=["all layers", "some layers", "windows", "refused"],
 )
-def test_model_type_row_states_sparse_exact_or_refused(row, sparse, exact, error):
+def test_model_type_row_states_sparse_and_exact_layers_or_error(
+    row, sparse_layers, exact_layers, error
+):
     row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None, **row}
-    assert pages.describe_layers(row) == {"sparse": sparse, "exact": exact, "error": error}
+    assert pages.describe_layers(row) == {
+        "sparse": sparse_layers,
+        "exact": exact_layers,
+        "error": error,
+    }
 
 
 def test_models_table_lists_models_of_default_runs(results_folder):

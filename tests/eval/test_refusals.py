@@ -25,7 +25,7 @@ FAST_OPTIONS = {
     "calibrate": "--length 1500 --documents 1 --target-densities 0.9",
 }
 # content of the text and config files in the folder of the tests, by name
-INPUT_FILES = {
+INPUT_CONTENT_BY_NAME = {
     **dict.fromkeys(("book.txt", "a/b.txt", "b.md", "b.json"), PROSE_TEXT.encode()),
     **{
         "binary": bytes(range(256)),
@@ -45,7 +45,7 @@ def input_folder(tmp_path_factory):
     save_llama(input_folder / "own")
     for name in ("a", "folder"):
         (input_folder / name).mkdir()
-    for name, content in INPUT_FILES.items():
+    for name, content in INPUT_CONTENT_BY_NAME.items():
         (input_folder / name).write_bytes(content)
     return input_folder
 
@@ -54,8 +54,8 @@ def input_folder(tmp_path_factory):
 def get_refusal(input_folder, tmp_path, capsys, monkeypatch):
     """Return a function that runs a command with invalid options, and returns the error message.
 
-    The working directory contains `INPUT_FILES`. The function checks that the error is one line on
-    stderr, that the exit status is 2, and that no file was written.
+    The working directory contains the files of `INPUT_CONTENT_BY_NAME`. The function checks that
+    the error is one line on stderr, that the exit status is 2, and that no file was written.
     """
     monkeypatch.chdir(input_folder)
     out = tmp_path / "out"
@@ -97,7 +97,7 @@ def parse_cases(table):
 
 
 # option that replaces LENGTH in the cases of a command
-LENGTH_OPTION = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
+LENGTH_OPTION_BY_COMMAND = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 # command, or several commands with the same options -> cases, see `parse_cases`
 CASES_BY_COMMAND = {
     "passkey fidelity calibrate": """
@@ -190,7 +190,7 @@ shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
         for commands, table in CASES_BY_COMMAND.items()
         for command in ([commands] if "speed" in commands else commands.split())
         for case in parse_cases(
-            table.replace("LENGTH", LENGTH_OPTION.get(command, "")).replace(
+            table.replace("LENGTH", LENGTH_OPTION_BY_COMMAND.get(command, "")).replace(
                 # the first file that the command writes
                 "/FIRST",
                 "" if command == "calibrate" else "/samples.jsonl",
@@ -252,8 +252,8 @@ def run_command(input_folder, tmp_path, capsys):
 
 def save_model(model, folder):
     """Save a model and a tokenizer in ``folder``, and return the folder."""
-    for part in (model, make_tokenizer()):
-        part.save_pretrained(folder)
+    for saved_object in (model, make_tokenizer()):
+        saved_object.save_pretrained(folder)
     return folder
 
 

@@ -16,7 +16,7 @@ from cab_hf.experiment.log import read_file, read_log
 from cab_hf.experiment.markdown import escape_markdown, format_code
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
-# golden file, with the sentences and tables of each entry of `SAMPLES_BY_SCENE`
+# golden file, with the sentences and tables of each entry of `SAMPLES_BY_HEADING`
 GOLDEN_FILE = Path(__file__).with_name("reports.md")
 # settings of a passkey run
 PASSKEY_SETTINGS = {"stage": "prefill", "filler": "noise"}
@@ -31,16 +31,16 @@ def make_sample(method, probe, index, text="noise", **result):
     return {**case_fields, **default_fields, **result}
 
 
-def make_passkey_sample(method, index, correct, **result):
+def make_passkey_sample(method, index, is_correct, **result):
     """Return a passkey sample; the keywords ``result`` add or replace fields."""
     case_fields = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
-    default_fields = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
-    return {**case_fields, "correct": correct, **default_fields, **result}
+    default_fields = {"budget": None, "density": 1.0, "reached": None, "answer": str(is_correct)}
+    return {**case_fields, "correct": is_correct, **default_fields, **result}
 
 
-def make_recall_sample(method, right, density=1.0, index=0, **result):
-    """Return a fidelity sample of recall; ``right`` has a bool for each key."""
-    return make_sample(method, "recall", index, right=right, density=density, **result)
+def make_recall_sample(method, is_key_right, density=1.0, index=0, **result):
+    """Return a fidelity sample of recall; ``is_key_right`` has a bool for each key."""
+    return make_sample(method, "recall", index, right=is_key_right, density=density, **result)
 
 
 def make_matched_sample(method, density, budget="match", **result):
@@ -124,8 +124,10 @@ def make_turn_samples():
             {"kl": 2 * scale * turn_number, "agree": 1, "nll": 1.0, "count": 2}
             for turn_number in range(1, 6)
         ]
-        sums = {field: sum(turn[field] for turn in turn_results) for field in turn_results[0]}
-        samples.append(make_sample(method, "turns", index, turns=turn_results, **sums))
+        summed_fields = {
+            field: sum(turn[field] for turn in turn_results) for field in turn_results[0]
+        }
+        samples.append(make_sample(method, "turns", index, turns=turn_results, **summed_fields))
     return samples
 
 
@@ -179,7 +181,7 @@ def make_dense_passkey_samples(method):
 
 TIME_FIELDS = {"predict_ms": 0.0, "attend_ms": 12.0, "dense_ms": 20.0, "match_ms": 10.0}
 # heading in the golden file -> samples
-SAMPLES_BY_SCENE = {
+SAMPLES_BY_HEADING = {
     "recall and perplexity": make_recall_and_perplexity_samples(),
     "tasks": make_task_samples(),
     # a method without a task has no mean that is comparable with the mean of dense
@@ -218,26 +220,26 @@ SAMPLES_BY_SCENE = {
 }
 
 
-def make_rows(scene):
-    """Return the rows of a report from the samples of a scene."""
-    if scene.startswith("passkey"):
-        return Passkey.rows(SAMPLES_BY_SCENE[scene], PASSKEY_SETTINGS)
-    return Fidelity.rows(SAMPLES_BY_SCENE[scene], {})
+def make_rows(heading):
+    """Return the rows of a report from the samples under a heading of the golden file."""
+    if heading.startswith("passkey"):
+        return Passkey.rows(SAMPLES_BY_HEADING[heading], PASSKEY_SETTINGS)
+    return Fidelity.rows(SAMPLES_BY_HEADING[heading], {})
 
 
-def render_section(scene):
-    """Return the section of the golden file: sentences and tables of a scene."""
-    experiment = Passkey if scene.startswith("passkey") else Fidelity
-    rows = make_rows(scene)
+def render_section(heading):
+    """Return the section of the golden file under a heading: its sentences and tables."""
+    experiment = Passkey if heading.startswith("passkey") else Fidelity
+    rows = make_rows(heading)
     tables = [f"{title}\n\n{table}" for title, table in experiment.tables(rows).items()]
-    return "\n\n".join([f"## {scene}", *experiment.summary_sentences(rows), *tables]) + "\n"
+    return "\n\n".join([f"## {heading}", *experiment.summary_sentences(rows), *tables]) + "\n"
 
 
 def test_rendered_reports_equal_golden_file():
-    assert "\n".join(map(render_section, SAMPLES_BY_SCENE)) == GOLDEN_FILE.read_text()
+    assert "\n".join(map(render_section, SAMPLES_BY_HEADING)) == GOLDEN_FILE.read_text()
 
 
-def test_rows_by_hand():
+def test_rows_of_fidelity_by_hand():
     dense_row, cab_row, variant_row = rows = make_rows("recall and perplexity")
     assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
     assert "delta" not in dense_row["recall"]
@@ -292,7 +294,7 @@ def test_mean_over_tasks_by_hand():
     )
 
 
-def test_decoding_by_hand():
+def test_rows_of_decoding_by_hand():
     dense_row, cab_row, full_row = make_rows("decoding")
     assert "over_floor" not in dense_row["decode"]
     assert (full_row["decode"]["over_floor"], cab_row["decode"]["over_floor"]) == (1, 4)

@@ -21,7 +21,7 @@ from cab_hf.eval.methods import blocks, caches, last_queries
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
-# scale and block sizes of `rivals.SMALL_BLOCKS`
+# scale and block sizes of `rivals.SMALL_BLOCKS_CONFIG`
 BLOCK_MASS_OPTIONS = {"scale": 0.25, "query_block": 32, "key_block": 16}
 
 
@@ -39,11 +39,13 @@ def sum_over_blocks(probabilities, key_block, query_block):
     return probabilities
 
 
-@pytest.mark.parametrize(("length", "row_blocks"), [(96, 1), (205, 2), (205, 100)])
-def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatch):
+@pytest.mark.parametrize(("length", "query_blocks_per_chunk"), [(96, 1), (205, 2), (205, 100)])
+def test_block_mass_equals_summed_eager_attention(length, query_blocks_per_chunk, monkeypatch):
     q, k = random_qk(length)
-    logits_per_row_block = q.shape[1] * 32 * length
-    monkeypatch.setattr(attention_mass, "MAX_LOGITS_PER_CHUNK", row_blocks * logits_per_row_block)
+    logits_per_query_block = q.shape[1] * 32 * length
+    monkeypatch.setattr(
+        attention_mass, "MAX_LOGITS_PER_CHUNK", query_blocks_per_chunk * logits_per_query_block
+    )
     ranges = KeyRanges.causal(1, length, length, "cpu")
     mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS)
     probabilities = compute_eager_probabilities(q, k, 0.25)
@@ -97,39 +99,41 @@ def test_vertical_slash_scores_equal_eager_attention(length):
             torch.testing.assert_close(score[:, :, row, block], expected)
 
 
-@pytest.mark.parametrize("name", RIVAL_CONFIGS)
+@pytest.mark.parametrize("predictor_name", RIVAL_CONFIGS)
 @pytest.mark.parametrize("length", [33, 320])
-def test_no_row_selects_a_future_block(name, length):
-    selected = select_blocks(RIVAL_CONFIGS[name], *random_qk(length))[0]
-    row_index, block_index = torch.arange(selected.shape[1]), torch.arange(selected.shape[2])
-    is_later = 16 * block_index > 32 * row_index[:, None] + 31
-    assert not selected[:, is_later].any()
+def test_no_row_selects_a_future_block(predictor_name, length):
+    is_selected = select_blocks(RIVAL_CONFIGS[predictor_name], *random_qk(length))[0]
+    row_index, block_index = torch.arange(is_selected.shape[1]), torch.arange(is_selected.shape[2])
+    is_future = 16 * block_index > 32 * row_index[:, None] + 31
+    assert not is_selected[:, is_future].any()
     # every query block attends to the key blocks with its own positions
-    is_own = block_index[:, None] // 2 == row_index
-    assert selected[:, (is_own.T & ~is_later)].all()
+    is_diagonal = block_index[:, None] // 2 == row_index
+    assert is_selected[:, (is_diagonal.T & ~is_future)].all()
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in RIVAL_CONFIGS if name not in LAST_QUERY_PREDICTORS]
+    "predictor_name", [name for name in RIVAL_CONFIGS if name not in LAST_QUERY_PREDICTORS]
 )
-def test_later_tokens_do_not_change_selection(name):
+def test_later_tokens_do_not_change_selection(predictor_name):
     q, k = random_qk(320)
-    selected_before = select_blocks(RIVAL_CONFIGS[name], q, k)[:, :, :6]
-    assert 0 < selected_before.sum() < selected_before.numel()
+    is_selected_before = select_blocks(RIVAL_CONFIGS[predictor_name], q, k)[:, :, :6]
+    assert 0 < is_selected_before.sum() < is_selected_before.numel()
     q, k = q.clone(), k.clone()
     q[:, :, 192:] *= -3
     k[:, :, 192:] += 5
-    assert torch.equal(select_blocks(RIVAL_CONFIGS[name], q, k)[:, :, :6], selected_before)
+    assert torch.equal(
+        select_blocks(RIVAL_CONFIGS[predictor_name], q, k)[:, :, :6], is_selected_before
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in RIVAL_CONFIGS if name != "random"])
+@pytest.mark.parametrize("predictor_name", [name for name in RIVAL_CONFIGS if name != "random"])
 @pytest.mark.parametrize(
     ("document_lengths", "is_real"),
     [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
     ids=["packed", "padded-left", "padded-right"],
 )
 def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(
-    name, document_lengths, is_real
+    predictor_name, document_lengths, is_real
 ):
     """Compare the blocks of a sequence of 205 tokens within a longer row, and as a row alone."""
     document_of_token = torch.arange(len(document_lengths)).repeat_interleave(
@@ -148,31 +152,35 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(
         align=32,
         device=q.device,
     )
-    config = RIVAL_CONFIGS[name]
+    config = RIVAL_CONFIGS[predictor_name]
     predictor = make_predictor(config)
-    q_laid, k_laid = layout.queries(q), layout.keys(k)
+    q_in_layout, k_in_layout = layout.queries(q), layout.keys(k)
     layer_context = LayerContext(layout.ranges, 0.25)
-    if is_real is None and name in LAST_QUERY_PREDICTORS:
+    if is_real is None and predictor_name in LAST_QUERY_PREDICTORS:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
-            predictor(q_laid, k_laid, layer_context)
+            predictor(q_in_layout, k_in_layout, layer_context)
         return
-    selected = predictor(q_laid, k_laid, layer_context).to_dense()
+    is_selected = predictor(q_in_layout, k_in_layout, layer_context).to_dense()
     is_in_sequence = document_of_token[0] == document_lengths.index(205)
-    selected_alone = select_blocks(config, q[:, :, is_in_sequence], k[:, :, is_in_sequence])
+    is_selected_alone = select_blocks(config, q[:, :, is_in_sequence], k[:, :, is_in_sequence])
     # the layout pads the previous document from 90 tokens to 96, a multiple of the block size
     first_row, first_block = (3, 6) if is_real is None else (0, 0)
     assert torch.equal(
-        selected[:, :, first_row : first_row + 7, first_block : first_block + 13], selected_alone
+        is_selected[:, :, first_row : first_row + 7, first_block : first_block + 13],
+        is_selected_alone,
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "stride", "share"), [("xattention", 8, None), ("xattention_16", 16, 0.3)]
+    ("predictor_name", "stride", "mass_share"),
+    [("xattention", 8, None), ("xattention_16", 16, 0.3)],
 )
-def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
+def test_xattention_selects_fewest_blocks_above_threshold(predictor_name, stride, mass_share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
-    selected = select_blocks(make_config(name, share, sink_blocks=1, local_blocks=0), q, k)
+    is_selected = select_blocks(
+        make_config(predictor_name, mass_share, sink_blocks=1, local_blocks=0), q, k
+    )
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
     mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
@@ -187,11 +195,11 @@ def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
                 sum(mass[0, head, row, j].item() for j in forced_blocks),
             )
             for block in other_blocks:
-                if total_mass >= (share or 0.8) - 1e-5:
+                if total_mass >= (mass_share or 0.8) - 1e-5:
                     break
                 expected_blocks.add(block)
                 total_mass += mass[0, head, row, block].item()
-            assert set(selected[0, head, row].nonzero().flatten().tolist()) == expected_blocks
+            assert set(is_selected[0, head, row].nonzero().flatten().tolist()) == expected_blocks
 
 
 def test_columns_and_diagonals_map_to_blocks_by_hand():
@@ -202,27 +210,27 @@ def test_columns_and_diagonals_map_to_blocks_by_hand():
     column_mask[..., 1] = True
     # keep the keys at a distance of three key blocks before a query
     diagonal_mask[..., 3] = True
-    visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
-    selected = (
+    is_visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
+    is_selected = (
         last_queries.select_touched_blocks(
             column_mask, empty_mask, ranges, query_block=4, key_block=2
         )[0, 0]
-        & visible
+        & is_visible
     )
-    assert selected.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
-    selected = (
+    assert is_selected.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
+    is_selected = (
         last_queries.select_touched_blocks(
             empty_mask, diagonal_mask, ranges, query_block=4, key_block=2
         )[0, 0]
-        & visible
+        & is_visible
     )
-    assert selected.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
+    assert is_selected.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
     # query blocks of 2 tokens are half of a key block of 4 tokens
     ranges = KeyRanges.causal(1, 24, 24, "cpu")
-    selected = last_queries.select_touched_blocks(
+    is_selected = last_queries.select_touched_blocks(
         empty_mask, diagonal_mask, ranges, query_block=2, key_block=4
     )[0, 0]
-    assert selected.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
+    assert is_selected.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
 
 def test_root_divergence_by_hand():
@@ -242,19 +250,19 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
     monkeypatch.setattr(last_queries, "FLEXPREFILL_TAU", tau)
     gamma, min_blocks = 0.6, 2
     q, k = random_qk(length)
-    selected = select_blocks(
+    is_selected = select_blocks(
         make_config("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
     )
     num_rows, num_blocks = -(-length // 32), -(-length // 16)
 
     def select_fewest_keys(shares, target_share):
         """Return the fewest keys of ``shares`` whose values sum to at least ``target_share``."""
-        chosen_keys, total = set(), 0.0
+        chosen_keys, total_share = set(), 0.0
         for key in sorted(shares, key=lambda key: -shares[key]):
-            if total >= target_share:
+            if total_share >= target_share:
                 break
             chosen_keys.add(key)
-            total += shares[key]
+            total_share += shares[key]
         return chosen_keys
 
     def select_best_blocks(shares, target_share):
@@ -262,10 +270,10 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
 
         n is the smallest number of tokens whose ``shares`` sum to more than ``target_share``.
         """
-        num_tokens, total = 1, 0.0
+        num_tokens, total_share = 1, 0.0
         for share in sorted(shares, reverse=True):
-            total += share
-            if total > target_share:
+            total_share += share
+            if total_share > target_share:
                 break
             num_tokens += 1
         block_sums = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(num_blocks)}
@@ -277,17 +285,20 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
 
     attention = compute_eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
     distance = torch.arange(length)[-32:, None] - torch.arange(length)
-    means = [x.split(size, 2) for x, size in ((3 * q, 32), (k, 16))]
-    means = [torch.stack([part.mean(2) for part in parts], 2)[0] for parts in means]
-    logits = means[0] @ means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
+    blocks_by_tensor = [x.split(block_size, 2) for x, block_size in ((3 * q, 32), (k, 16))]
+    block_means = [
+        torch.stack([block.mean(2) for block in blocks_of_tensor], 2)[0]
+        for blocks_of_tensor in blocks_by_tensor
+    ]
+    logits = block_means[0] @ block_means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
     own_blocks = {row: {2 * row, 2 * row + 1} & set(range(num_blocks)) for row in range(num_rows)}
     for head in range(6):
         column_shares = attention[head].sum(0).tolist()
         diagonal_shares = [attention[head][distance == t].sum().item() for t in range(length)]
-        share = 0.0 if tau else gamma
+        vertical_slash_share = 0.0 if tau else gamma
         columns, diagonals = (
-            select_best_blocks(column_shares, share),
-            select_best_blocks(diagonal_shares, share),
+            select_best_blocks(column_shares, vertical_slash_share),
+            select_best_blocks(diagonal_shares, vertical_slash_share),
         )
         share_by_block = {}
         for row in range(num_rows):
@@ -297,13 +308,15 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
             }
         query_aware_blocks = select_fewest_keys(share_by_block, gamma) if tau else set()
         for row in range(num_rows):
-            visible = range(max(own_blocks[row]) + 1)
+            visible_blocks = range(max(own_blocks[row]) + 1)
             # a shorter last query block may end in its first key block
             first_block, last_block = 2 * row, (min(32 * row + 32, length) - 1) // 16
-            on_diagonals = {t - d for t in range(first_block, last_block + 1) for d in diagonals}
-            expected = own_blocks[row] | ((columns | on_diagonals) & set(visible))
-            expected |= {j for j in visible if (row, j) in query_aware_blocks}
-            assert set(selected[0, head, row].nonzero().flatten().tolist()) == expected
+            blocks_on_diagonals = {
+                t - d for t in range(first_block, last_block + 1) for d in diagonals
+            }
+            expected = own_blocks[row] | ((columns | blocks_on_diagonals) & set(visible_blocks))
+            expected |= {j for j in visible_blocks if (row, j) in query_aware_blocks}
+            assert set(is_selected[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_flexprefill_divergence_is_small_for_constant_blocks():
@@ -325,57 +338,59 @@ def test_flexprefill_divergence_is_small_for_constant_blocks():
 def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     q, k = random_qk(320)
     all_blocks = select_blocks(make_config("oracle", sparsity=0.0), q, k)
-    for name in ("flexprefill", "xattention", "mean_pooled"):
-        assert torch.equal(select_blocks(make_config(name, 1.0), q, k), all_blocks)
-    num_selected = select_blocks(make_config("flexprefill", 0.01), q, k).sum()
+    for predictor_name in ("flexprefill", "xattention", "mean_pooled"):
+        assert torch.equal(select_blocks(make_config(predictor_name, 1.0), q, k), all_blocks)
+    num_selected_blocks = select_blocks(make_config("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "FLEXPREFILL_MIN_TOKENS", 64)
-    assert select_blocks(make_config("flexprefill", 0.01), q, k).sum() > num_selected
+    assert select_blocks(make_config("flexprefill", 0.01), q, k).sum() > num_selected_blocks
 
 
 def test_streaming_selects_sink_and_window_only():
-    selected = select_blocks(
+    is_selected = select_blocks(
         make_config("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
     )
-    assert selected.shape == (1, 6, 10, 20)
+    assert is_selected.shape == (1, 6, 10, 20)
     for row in range(10):
         newest_block = 2 * row + 1
         expected = {0, *range(max(0, newest_block - 2), newest_block + 1)}
         for head in range(6):
-            assert set(selected[0, head, row].nonzero().flatten().tolist()) == expected
+            assert set(is_selected[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_streaming_reaches_keys_of_its_window():
     config = make_config("streaming", sink_blocks=1, local_blocks=4)
-    streaming = methods.Streaming(config)
+    streaming_method = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
-    assert streaming.can_reach(320, 300, (10, 20))
-    assert not streaming.can_reach(320, 300, (16, 256))
-    assert streaming.can_reach(320, 300, (200, 257))
+    assert streaming_method.can_reach(320, 300, (10, 20))
+    assert not streaming_method.can_reach(320, 300, (16, 256))
+    assert streaming_method.can_reach(320, 300, (200, 257))
     # a question that starts one row earlier also uses the window of that row
-    assert streaming.can_reach(320, 280, (200, 240))
+    assert streaming_method.can_reach(320, 280, (200, 240))
     # a question in the dense tail reaches all keys
     assert methods.Streaming(replace(config, dense_tail_blocks=1)).can_reach(320, 300, (16, 256))
 
 
 def test_random_selection_is_deterministic_per_head_and_sequence():
     config = make_config("random", sparsity=0.7)
-    selected = select_blocks(config, *random_qk(640, seed=1))
-    assert torch.equal(selected, select_blocks(config, *random_qk(640, seed=1)))
-    assert not torch.equal(selected, select_blocks(config, *random_qk(640, seed=2)))
-    assert not torch.equal(selected[:, 0], selected[:, 1])
-    assert not torch.equal(selected, select_blocks(config, *random_qk(641))[:, :, :20, :40])
+    is_selected = select_blocks(config, *random_qk(640, seed=1))
+    assert torch.equal(is_selected, select_blocks(config, *random_qk(640, seed=1)))
+    assert not torch.equal(is_selected, select_blocks(config, *random_qk(640, seed=2)))
+    assert not torch.equal(is_selected[:, 0], is_selected[:, 1])
+    assert not torch.equal(is_selected, select_blocks(config, *random_qk(641))[:, :, :20, :40])
 
 
-@pytest.mark.parametrize("name", ["random", "vertical_slash"])
-def test_row_share_includes_forced_blocks(name):
-    selected = select_blocks(make_config(name, sparsity=0.7, local_blocks=2), *random_qk(640))
+@pytest.mark.parametrize("predictor_name", ["random", "vertical_slash"])
+def test_row_share_includes_forced_blocks(predictor_name):
+    is_selected = select_blocks(
+        make_config(predictor_name, sparsity=0.7, local_blocks=2), *random_qk(640)
+    )
     for row in range(20):
-        num_visible = 2 * row + 2
-        num_forced = min(num_visible, 3)
-        num_in_share = -(-num_visible * 3 // 10)
-        assert (selected[0, :, row].sum(-1) == max(num_forced, num_in_share)).all()
-        assert selected[0, :, row, 0].all()
-        assert selected[0, :, row, num_visible - 2 : num_visible].all()
+        num_visible_blocks = 2 * row + 2
+        num_forced_blocks = min(num_visible_blocks, 3)
+        num_budget_blocks = -(-num_visible_blocks * 3 // 10)
+        assert (is_selected[0, :, row].sum(-1) == max(num_forced_blocks, num_budget_blocks)).all()
+        assert is_selected[0, :, row, 0].all()
+        assert is_selected[0, :, row, num_visible_blocks - 2 : num_visible_blocks].all()
 
 
 def test_single_query_has_a_plan():

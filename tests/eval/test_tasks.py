@@ -56,7 +56,7 @@ def model_path(model_folder):
     return str(model_folder)
 
 
-def read_task(name, utils):
+def read_task(file_name, utils):
     """Return the content of a task's YAML file, with functions imported and includes merged."""
 
     class TaskLoader(yaml.SafeLoader):
@@ -68,14 +68,14 @@ def read_task(name, utils):
         return getattr(utils, name)
 
     TaskLoader.add_constructor("!function", load_function)
-    task = yaml.load((harness.TASKS / name).read_text(), TaskLoader)
+    task = yaml.load((harness.TASKS / file_name).read_text(), TaskLoader)
     return {**read_task(task.pop("include"), utils), **task} if "include" in task else task
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
-def test_task_files_resolve_functions(name, utils):
-    task = read_task(f"{name}.yaml", utils)
-    assert task["task"] == name
+@pytest.mark.parametrize("task_name", TASK_NAMES)
+def test_task_files_resolve_functions(task_name, utils):
+    task = read_task(f"{task_name}.yaml", utils)
+    assert task["task"] == task_name
     assert {file.stem for file in harness.TASKS.glob("*.yaml")} == set(TASK_NAMES)
     assert callable(task["custom_dataset"]) and callable(task["process_results"])
     # lm_eval reports a standard error for means only
@@ -83,33 +83,33 @@ def test_task_files_resolve_functions(name, utils):
     assert "4096" in {metric["metric"] for metric in task["metric_list"]}
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_task_file_makes_documents_of_task(name, utils, model_path):
-    task = read_task(f"cab_{name}.yaml", utils)
-    assert task["dataset_kwargs"] == {"task_name": name}
+@pytest.mark.parametrize("task_name", TASKS)
+def test_task_file_makes_documents_of_task(task_name, utils, model_path):
+    task = read_task(f"cab_{task_name}.yaml", utils)
+    assert task["dataset_kwargs"] == {"task_name": task_name}
     options = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
     documents = utils.make_task_documents(
         **options, pretrained=model_path, **task["dataset_kwargs"]
     )
     tokenizer = make_tokenizer()
     for index, document in enumerate(documents):
-        example = TASKS[name].make(tokenizer, NOISE_SENTENCES, 800, index=index, seed=3)
+        example = TASKS[task_name].make(tokenizer, NOISE_SENTENCES, 800, index=index, seed=3)
         assert tokenizer.decode(example.tokens[: example.prompt]) == document["text"]
         assert document["replies"] == list(example.replies)
         num_tokens = len(tokenizer(document["text"])["input_ids"])
         assert num_tokens + task["generation_kwargs"]["max_gen_toks"] > 800 >= num_tokens
 
 
-@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
-def test_bos_token_is_added_once(chat, utils, tmp_path):
+@pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
+def test_bos_token_is_added_once(chat_template, utils, tmp_path):
     tokenizer = make_merging_tokenizer()
-    tokenizer.chat_template = chat and "<s>" + chat
+    tokenizer.chat_template = chat_template and "<s>" + chat_template
     tokenizer.save_pretrained(tmp_path)
     options = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
     (document,) = utils.make_task_documents(**options, pretrained=str(tmp_path))
     example = TASKS["two_facts"].make(tokenizer, NOISE_SENTENCES, 900, 0)
     # lm_eval adds special tokens to texts that do not start with them
-    ids = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
+    ids = tokenizer(document["text"], add_special_tokens=chat_template is None)["input_ids"]
     assert tuple(ids[:9]) == example.tokens[:9]
     assert ids.count(tokenizer.bos_token_id) == 1
 
@@ -137,11 +137,13 @@ def test_passkey_documents_equal_command_prompts(utils, model_path):
 
 @pytest.mark.parametrize("text", [None, PROSE_TEXT], ids=["noise", "text"])
 @pytest.mark.parametrize(
-    ("model", "num_keys"), mark_slow_except([("merging", 4), ("smollm2", 12)], 0)
+    ("tokenizer_name", "num_keys"), mark_slow_except([("merging", 4), ("smollm2", 12)], 0)
 )
-def test_recall_documents_have_tokens_of_teacher_forcing(model, num_keys, text, utils, tmp_path):
+def test_recall_documents_have_tokens_of_teacher_forcing(
+    tokenizer_name, num_keys, text, utils, tmp_path
+):
     """The tokens of a prompt and its key are the first tokens of the teacher-forced document."""
-    if model == "merging":
+    if tokenizer_name == "merging":
         make_merging_tokenizer().save_pretrained(tokenizer_folder := tmp_path / "tokenizer")
     else:
         tokenizer_folder = smollm2_folder()
@@ -155,7 +157,9 @@ def test_recall_documents_have_tokens_of_teacher_forcing(model, num_keys, text, 
     documents = utils.make_recall_questions(**options, pretrained=tokenizer_folder)
     for document, (start, end) in zip(documents, teacher_forced_document.answers, strict=True):
         assert document["key"] == tokenizer.decode(teacher_forced_document.tokens[start:end])
-        assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
+        assert len(document["key"].strip()) == 5 and (
+            tokenizer_name == "merging" or end - start == 5
+        )
         ids = tokenizer(document["text"] + document["key"])["input_ids"]
         assert tuple(ids) == teacher_forced_document.tokens[:end]
 
@@ -164,12 +168,12 @@ def test_recall_documents_have_tokens_of_teacher_forcing(model, num_keys, text, 
 def test_documents_are_deterministic_and_alternate_lengths(
     maker_name, options, utils, model_path, tmp_path
 ):
-    make, options = getattr(utils, maker_name), {"max_seq_lengths": LENGTHS, **options}
-    documents = make(**options, pretrained=model_path)
-    assert make(**options, tokenizer=model_path) == documents
-    assert make(**options, pretrained=model_path, seed=1) != documents
+    make_documents, options = getattr(utils, maker_name), {"max_seq_lengths": LENGTHS, **options}
+    documents = make_documents(**options, pretrained=model_path)
+    assert make_documents(**options, tokenizer=model_path) == documents
+    assert make_documents(**options, pretrained=model_path, seed=1) != documents
     (text_file := tmp_path / "book.txt").write_text(PROSE_TEXT)
-    for document in make(**options, pretrained=model_path, haystack=str(text_file)):
+    for document in make_documents(**options, pretrained=model_path, haystack=str(text_file)):
         assert "It rained all day" in document["text"]
         assert "grass" not in document["text"]
     assert [document["length"] for document in documents] == LENGTHS * (len(documents) // 2)
@@ -181,9 +185,9 @@ def test_documents_are_deterministic_and_alternate_lengths(
 
 
 def test_default_number_of_documents(utils, model_path):
-    makers = (utils.make_passkey_documents, 1, 20), (utils.make_recall_questions, 12, 48)
-    for make, num_keys, num_documents in makers:
-        documents = make(keys=num_keys, pretrained=model_path)
+    maker_cases = (utils.make_passkey_documents, 1, 20), (utils.make_recall_questions, 12, 48)
+    for make_documents, num_keys, num_documents in maker_cases:
+        documents = make_documents(keys=num_keys, pretrained=model_path)
         assert [document["length"] for document in documents] == [4096] * num_documents
     # a document gives one prompt per key, and all keys differ
     assert [document["index"] for document in documents] == [index // 12 for index in range(48)]
@@ -231,10 +235,10 @@ LM_EVAL_ARGUMENTS = {
 @pytest.mark.parametrize("command_arguments", LM_EVAL_ARGUMENTS)
 def test_arguments_are_passed_to_lm_eval(command_arguments, monkeypatch):
     monkeypatch.setattr(harness, "make_model_folder", lambda name: name.replace("smollm2", "HERE"))
-    own_arguments = ["--include_path", str(harness.TASKS)]
+    added_arguments = ["--include_path", str(harness.TASKS)]
     assert harness.make_lm_eval_arguments(command_arguments.split()) == [
         *LM_EVAL_ARGUMENTS[command_arguments].split(),
-        *own_arguments,
+        *added_arguments,
     ]
     # --include_path of the user replaces ours
     for arguments in (["--include_path", "mine"], ["--include_path=mine"]):
@@ -282,7 +286,10 @@ def test_batched_requests_equal_single_requests(request_type, model_path):
 
     from cab_hf.eval.lm import CabLM
 
-    texts = [f"{PROSE_TEXT[start:]} " * times for start, times in ((0, 25), (22, 9), (41, 20))]
+    texts = [
+        f"{PROSE_TEXT[start:]} " * num_repetitions
+        for start, num_repetitions in ((0, 25), (22, 9), (41, 20))
+    ]
     arguments_by_type = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
     arguments_by_type["generate_until"] = ({"max_gen_toks": 4, "until": []},)
     requests = [
@@ -297,7 +304,8 @@ def test_batched_requests_equal_single_requests(request_type, model_path):
     single_answers, batched_answers = compute_answers(1), compute_answers(3)
     if request_type == "loglikelihood":
         single_answers, batched_answers = (
-            [score for score, _ in each] for each in (single_answers, batched_answers)
+            [score for score, _ in scored_answers]
+            for scored_answers in (single_answers, batched_answers)
         )
     expected = (
         single_answers
@@ -325,18 +333,22 @@ def test_harness_reports_density_and_refuses_dense_runs(capsys):
         attention_report["cab_config"] == config.to_dict()
         and 0 < attention_report["cab_density"] < 1
     )
-    printed = capsys.readouterr().out
-    assert printed.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
-    assert json.loads(printed.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
+    printed_text = capsys.readouterr().out
+    assert printed_text.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
+    assert json.loads(printed_text.partition("config ")[2]) == json.loads(
+        json.dumps(config.to_dict())
+    )
 
 
-def run_harness(run_folder, model_path, model, model_arguments, task_names=KEY_TASKS, options=()):
+def run_harness(
+    run_folder, model_path, model_class, model_arguments, task_names=KEY_TASKS, options=()
+):
     """Run the harness, and return results, and {task: samples}, as lm_eval writes them.
 
     Args:
         run_folder: folder for the results.
         model_path: folder of the model.
-        model: "cab" or "hf", the model class of lm_eval.
+        model_class: "cab" or "hf", the model class of lm_eval.
         model_arguments: further --model_args.
         task_names: tasks.
         options: further options of the command.
@@ -346,7 +358,7 @@ def run_harness(run_folder, model_path, model, model_arguments, task_names=KEY_T
         "--tasks",
         ",".join(task_names),
         "--model",
-        model,
+        model_class,
         "--device",
         "cpu",
         "--log_samples",
@@ -368,12 +380,12 @@ def run_harness(run_folder, model_path, model, model_arguments, task_names=KEY_T
         samples[task_name] = [json.loads(line) for line in samples_file.read_text().splitlines()]
     content = json.loads(results_file.read_text())
     cab_fields = {"cab_config", "cab_density"} & content["config"].keys()
-    assert len(cab_fields) == (2 if model == "cab" else 0)
+    assert len(cab_fields) == (2 if model_class == "cab" else 0)
     return content["results"], samples
 
 
 @pytest.mark.parametrize(
-    ("model", "model_arguments", "is_damaged", "message"),
+    ("model_class", "model_arguments", "is_damaged", "message"),
     [
         ("cab", "min_length=5000", False, "no layer attended sparsely"),
         ("cab", "batch_size=1", True, "The model's outputs are not finite"),
@@ -382,15 +394,15 @@ def run_harness(run_folder, model_path, model, model_arguments, task_names=KEY_T
     ids=["dense attention", "cab is not finite", "hf is not finite"],
 )
 def test_harness_run_without_valid_scores_is_refused(
-    model, model_arguments, is_damaged, message, model_path, tmp_path, capsys, monkeypatch
+    model_class, model_arguments, is_damaged, message, model_path, tmp_path, capsys, monkeypatch
 ):
     pytest.importorskip("lm_eval")
     if is_damaged:
         llama = LlamaForCausalLM.from_pretrained(model_path)
         llama.lm_head.weight.data[:] = float("nan")
-        for each in (llama, make_tokenizer()):
-            each.save_pretrained(model_path := tmp_path / "damaged")
-    harness_arguments = ["--tasks", "cab_passkey", "--model", model, "--device", "cpu"]
+        for saved_object in (llama, make_tokenizer()):
+            saved_object.save_pretrained(model_path := tmp_path / "damaged")
+    harness_arguments = ["--tasks", "cab_passkey", "--model", model_class, "--device", "cpu"]
     harness_arguments += [
         "--model_args",
         f"pretrained={model_path},dtype=float32,{model_arguments}",

@@ -49,7 +49,7 @@ def make_fake_model(logits):
 
 
 @pytest.mark.parametrize(
-    ("predictions", "right"),
+    ("predictions", "is_answer_right"),
     [
         pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all tokens"),
         pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last token of an answer"),
@@ -57,11 +57,11 @@ def make_fake_model(logits):
         pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="tokens outside of answers"),
     ],
 )
-def test_answer_is_correct_if_all_tokens_match(predictions, right):
+def test_answer_is_correct_if_all_tokens_match(predictions, is_answer_right):
     # the logits at position i - 1 predict token i
     model = make_fake_model(F.one_hot(torch.tensor([*predictions[1:], 0]), 20).float())
     reading = Reading(tuple(range(8)), ((1, 4), (5, 7)))
-    assert score_greedy_predictions(model, reading) == {"right": right}
+    assert score_greedy_predictions(model, reading) == {"right": is_answer_right}
 
 
 def test_perplexity_covers_the_second_half(monkeypatch):
@@ -97,12 +97,12 @@ def make_model_and_tokens(length):
     return tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_continuation_logits_equal_one_pass(chunk):
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+def test_continuation_logits_equal_one_pass(chunk_tokens):
     (model, tokens), ranges = make_model_and_tokens(90), ((50, 51), (60, 90))
     one_pass_log_probs = predict_log_probs(model, Reading(tokens, ranges))
     continued_log_probs = predict_log_probs(
-        model, Reading(tokens, ranges, prompt_length=50), chunk=chunk
+        model, Reading(tokens, ranges, prompt_length=50), chunk=chunk_tokens
     )
     torch.testing.assert_close(continued_log_probs, one_pass_log_probs, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be after the prompt of 70 tokens, got 50"):
@@ -156,14 +156,14 @@ def test_turns_divide_sequence_into_equal_parts(length):
     assert {stop - start for start, stop in scored_ranges} == {min(256, length // 5 // 8)}
 
 
-@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
+@pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
 @pytest.mark.parametrize(
     ("num_keys", "question_first"),
     [(1, False), (1, True), (4, False)],
     ids=["one key", "question first", "four keys"],
 )
-def test_key_follows_prompt(chat, num_keys, question_first):
-    tokenizer = make_tokenizer(chat)
+def test_key_follows_prompt(chat_template, num_keys, question_first):
+    tokenizer = make_tokenizer(chat_template)
     prompt = Haystack(tokenizer, num_keys=num_keys, question_first=question_first).make_prompt(
         300, 0.5, 0
     )

@@ -227,7 +227,7 @@ def write_other_weights(folder):
 
 
 @pytest.mark.parametrize(
-    ("change_folder", "is_same"),
+    ("change_folder", "has_same_hash"),
     [
         pytest.param(lambda folder: None, True, id="a copy"),
         pytest.param(make_file_writer("README.md"), True, id="page"),
@@ -240,13 +240,13 @@ def write_other_weights(folder):
     ],
 )
 def test_identity_depends_on_content_not_name(
-    model_folder, copied_model_folder, change_folder, is_same
+    model_folder, copied_model_folder, change_folder, has_same_hash
 ):
     change_folder(copied_model_folder)
     model_hashes = {
         models.content_sha256(str(folder)) for folder in (copied_model_folder, model_folder)
     }
-    assert (len(model_hashes) == 1) is is_same
+    assert (len(model_hashes) == 1) is has_same_hash
 
 
 def test_identity_differs_for_weights_with_equal_index(tmp_path):

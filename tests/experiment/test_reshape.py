@@ -11,7 +11,7 @@ from cab_hf.experiment.reshape import RESHAPED_MODELS, WIDE_MODEL, add_qk_norm, 
 INPUT_IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
 
 
-def build_small_model(head_dim=16, num_heads=4, num_kv_heads=2, theta=10_000.0):
+def build_small_model(head_dim=16, num_heads=4, num_kv_heads=2, rope_theta=10_000.0):
     """Return a LLaMA of two layers with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -22,7 +22,7 @@ def build_small_model(head_dim=16, num_heads=4, num_kv_heads=2, theta=10_000.0):
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=True,
         pad_token_id=0,
     )
@@ -42,7 +42,7 @@ def test_wider_model_equals_original_with_equal_frequencies():
 
 @torch.no_grad()
 def test_other_rope_base_uses_nearest_frequencies():
-    model = build_small_model(head_dim=64, num_heads=3, num_kv_heads=1, theta=100_000.0)
+    model = build_small_model(head_dim=64, num_heads=3, num_kv_heads=1, rope_theta=100_000.0)
     wide_model = widen_heads(model, head_dim=128, group_size=4, theta=500_000.0).eval()
     assert wide_model.config.rope_parameters["rope_theta"] == 500_000.0
     frequencies = model.model.rotary_emb.inv_freq
@@ -58,19 +58,19 @@ def test_qk_norms_preserve_query_and_key_norms():
     model = build_small_model()
     projection_outputs = {}
     attention_module = model.model.layers[0].self_attn
-    for name in ("q", "k"):
-        projection = getattr(attention_module, f"{name}_proj")
+    for projection_name in ("q", "k"):
+        projection = getattr(attention_module, f"{projection_name}_proj")
         projection.register_forward_hook(
-            lambda m, i, o, name=name: projection_outputs.update({name: o})
+            lambda m, i, o, name=projection_name: projection_outputs.update({name: o})
         )
     model(INPUT_IDS)
     norm_model = add_qk_norm(model, INPUT_IDS)
     norm_attention_module = norm_model.model.layers[0].self_attn
     assert norm_model.config.model_type == "qwen3"
     assert torch.equal(norm_attention_module.q_proj.weight, attention_module.q_proj.weight)
-    for name in ("q", "k"):
-        rms = (projection_outputs[name][0, 8:] ** 2).mean() ** 0.5
-        norm_weight = getattr(norm_attention_module, f"{name}_norm").weight
+    for projection_name in ("q", "k"):
+        rms = (projection_outputs[projection_name][0, 8:] ** 2).mean() ** 0.5
+        norm_weight = getattr(norm_attention_module, f"{projection_name}_norm").weight
         torch.testing.assert_close(norm_weight, rms.expand(16))
 
 

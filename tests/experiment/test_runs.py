@@ -130,7 +130,7 @@ def test_packed_log_can_be_continued(log_path):
     assert list(log_path.parent.iterdir()) == [packed_path]
 
 
-def make_cutter(num_lines, incomplete_line=b""):
+def make_log_cutter(num_lines, incomplete_line=b""):
     """Return a function that cuts a log to ``num_lines`` lines and appends ``incomplete_line``."""
     return lambda content: b"".join(content.splitlines(keepends=True)[:num_lines]) + incomplete_line
 
@@ -138,12 +138,12 @@ def make_cutter(num_lines, incomplete_line=b""):
 @pytest.mark.parametrize(
     ("cut_content", "num_records"),
     [
-        pytest.param(make_cutter(3, b'{"length": 8, "ind'), 2, id="record"),
-        pytest.param(make_cutter(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
-        pytest.param(make_cutter(3, b'{"a": "\\ud8'), 2, id="character"),
+        pytest.param(make_log_cutter(3, b'{"length": 8, "ind'), 2, id="record"),
+        pytest.param(make_log_cutter(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
+        pytest.param(make_log_cutter(3, b'{"a": "\\ud8'), 2, id="character"),
         pytest.param(lambda content: content[:-1], 1, id="newline"),
-        pytest.param(lambda content: make_cutter(1)(content)[:-1], 0, id="header-newline"),
-        pytest.param(lambda content: make_cutter(1)(content)[:-2], 0, id="header-brace"),
+        pytest.param(lambda content: make_log_cutter(1)(content)[:-1], 0, id="header-newline"),
+        pytest.param(lambda content: make_log_cutter(1)(content)[:-2], 0, id="header-brace"),
         *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
     ],
 )
@@ -154,7 +154,7 @@ def test_torn_last_line_is_dropped(log_path, cut_content, num_records):
     assert num_records == 0 or read_indices(log_path) == [0, 1][:num_records]
     with Log(log_path, RUN_IDENTITY, KEY_FIELDS) as opened_log:
         assert len(opened_log.records) == num_records
-        assert num_records == 0 or log_path.read_bytes() == make_cutter(1 + num_records)(
+        assert num_records == 0 or log_path.read_bytes() == make_log_cutter(1 + num_records)(
             complete_content
         )
         opened_log.append(make_record(7))

@@ -32,7 +32,7 @@ SEQUENCE_TOKENS = 48
 
 
 @pytest.fixture(autouse=True)
-def block_size_of_8(monkeypatch, tmp_path_factory):
+def shuffle_in_blocks_of_8(monkeypatch, tmp_path_factory):
     """Shuffle streamed documents in blocks of 8, and use a temporary datasets cache."""
     # datasets would send download counts to the hub
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
@@ -47,7 +47,7 @@ def make_text(document_number):
 
 
 def make_texts(num_texts):
-    """Return a list of the documents `make_text(0)` to `make_text(count - 1)`."""
+    """Return a list of the documents `make_text(0)` to `make_text(num_texts - 1)`."""
     return [make_text(document_number) for document_number in range(num_texts)]
 
 

@@ -127,11 +127,11 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     assert not any((tmp_path / name).exists() for name in FAULTY_RUN_NAMES[1:])
 
 
-def run(tmp_path, run_options=(), *, run_name="run", draws_curve=False):
+def run_training(tmp_path, run_options=(), *, run_name="run", should_draw_curve=False):
     """Train in this process with `SHORT_RUN_OPTIONS` and ``run_options``; return the status."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         # drawing the loss curve takes as long as the training
-        if not draws_curve:
+        if not should_draw_curve:
             monkeypatch.setattr(train.curve, "draw_curve", lambda *_: None)
         return lora.main([*SHORT_RUN_OPTIONS, *run_options, "--out", str(tmp_path / run_name)])
 
@@ -140,7 +140,7 @@ def run(tmp_path, run_options=(), *, run_name="run", draws_curve=False):
 def finished_run(tmp_path_factory):
     """Train with `SHORT_RUN_OPTIONS`, and return the folder of the finished run."""
     folder = tmp_path_factory.mktemp("finished")
-    assert run(folder) == 0
+    assert run_training(folder) == 0
     return folder / "run"
 
 
@@ -165,14 +165,14 @@ def train_until(tmp_path, last_step, run_options=()):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(train.Run, "_run_step", stop_in_step)
-        assert run(tmp_path, run_options) == 0
+        assert run_training(tmp_path, run_options) == 0
     assert len(read_step_field(tmp_path / "run", "loss")) == last_step
 
 
 def test_run_with_validation_writes_files_and_complete_log(tmp_path):
     run_options = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
     run_options += ["--validation", "retrieval:passkey:256"]
-    assert run(tmp_path, run_options, draws_curve=True) == 0
+    assert run_training(tmp_path, run_options, should_draw_curve=True) == 0
     run_folder = tmp_path / "run"
     file_names = {path.name for path in run_folder.iterdir()}
     assert file_names == {"log.jsonl", "curve.png", "results.json", "adapter", "checkpoints"}
@@ -193,7 +193,7 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
 
 
 def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished_run):
-    assert run(tmp_path, ["--adapter-dtype", "bfloat16"]) == 0
+    assert run_training(tmp_path, ["--adapter-dtype", "bfloat16"]) == 0
     unrounded_weights = load_saved_weights(finished_run)
     assert {tensor.dtype for tensor in unrounded_weights.values()} == {torch.float32}
     assert_same_tensors(
@@ -208,7 +208,7 @@ def test_full_budget_run_matches_peft_loop(tmp_path):
     """Compare with a plain PEFT loop with SDPA, the same data and the same learning rates."""
     run_options = ["--cab", "mass_threshold=0", "--dropout", "0", "--data", "retrieval:keys:100"]
     run_options += ["--steps", "8", "--lr", "1e-2"]
-    assert run(tmp_path, run_options) == 0
+    assert run_training(tmp_path, run_options) == 0
     settings = lora.read([*SHORT_RUN_OPTIONS, *run_options])
     torch.manual_seed(settings.seed)
     model, tokenizer = load_model("tiny", dtype="float32", attn_implementation="sdpa")
@@ -249,8 +249,8 @@ EQUIVALENT_OPTIONS = {
     ("first_options", "second_options"), EQUIVALENT_OPTIONS.values(), ids=EQUIVALENT_OPTIONS
 )
 def test_memory_options_do_not_change_losses(tmp_path, first_options, second_options):
-    assert run(tmp_path, ["--dropout", "0", *first_options], run_name="one") == 0
-    assert run(tmp_path, ["--dropout", "0", *second_options], run_name="other") == 0
+    assert run_training(tmp_path, ["--dropout", "0", *first_options], run_name="one") == 0
+    assert run_training(tmp_path, ["--dropout", "0", *second_options], run_name="other") == 0
     for field in ("loss", "grad_norm"):
         first_values = read_step_field(tmp_path / "one", field)
         assert read_step_field(tmp_path / "other", field) == pytest.approx(first_values, rel=1e-5)
@@ -288,19 +288,19 @@ def test_changed_content_under_same_name_raises(tmp_path, capsys):
     run_options = ["--held-out", "1", "--passkeys", "0", "--steps", "3"]
     for option, file_name in FILE_BY_OPTION.items():
         run_options += [f"--{option}", str(tmp_path / file_name.partition("/")[0])]
-    assert run(tmp_path, run_options) == 0
+    assert run_training(tmp_path, run_options) == 0
     log_bytes = (tmp_path / "run" / "log.jsonl").read_bytes()
     # new time stamps do not count as changed content
     for file in tmp_path.rglob("*.json*"):
         os.utime(file, (1, 1))
-    assert run(tmp_path, run_options) == 0
+    assert run_training(tmp_path, run_options) == 0
     capsys.readouterr()
     for option, file_name in FILE_BY_OPTION.items():
         file = tmp_path / file_name
         original_content, changed_content = file.read_bytes(), change_content(file)
         assert changed_content != original_content
         file.write_bytes(changed_content)
-        assert run(tmp_path, run_options) == 2
+        assert run_training(tmp_path, run_options) == 2
         field = f"{option}.{file}" if option in ("data", "validation") else option
         assert f"log.jsonl was made with sha256.{field} '" in read_error_message(capsys)
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == log_bytes
@@ -315,10 +315,10 @@ def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished_run, is_tru
     (run_folder / train.LOG_FILE).unlink()
     if is_truncated:
         (run_folder / train.LOG_FILE).write_text(log_text[:30])
-    assert run(tmp_path, ["--lr", "1e-3"]) == 2
+    assert run_training(tmp_path, ["--lr", "1e-3"]) == 2
     assert "checkpoints/step-00000002 was made with lr 0.002" in read_error_message(capsys)
     # with its original settings, the run continues
-    assert run(tmp_path) == 0
+    assert run_training(tmp_path) == 0
     assert "log.jsonl has 0 of the 2 steps that were made before." in capsys.readouterr().out
     assert read_losses(run_folder) == read_losses(finished_run)[2:]
 
@@ -327,9 +327,9 @@ def test_finished_run_is_unchanged_and_cleaned_up(finished_run, capsys):
     half_removed_folder = finished_run / "checkpoints" / ".step-00000002.removed"
     log_bytes = (finished_run / train.LOG_FILE).read_bytes()
     half_removed_folder.mkdir()
-    assert run(finished_run.parent) == 0 and not half_removed_folder.exists()
+    assert run_training(finished_run.parent) == 0 and not half_removed_folder.exists()
     # with other settings, the run does not continue
-    assert run(finished_run.parent, ["--lr", "1e-3"]) == 2
+    assert run_training(finished_run.parent, ["--lr", "1e-3"]) == 2
     assert "log.jsonl was made with lr 0.002, this run has 0.001" in read_error_message(capsys)
     assert (finished_run / train.LOG_FILE).read_bytes() == log_bytes
 
@@ -374,17 +374,17 @@ def test_stopped_run_resumes_bit_identically(
     tmp_path, capsys, finished_run, make_options, last_step
 ):
     run_options = make_options(tmp_path)
-    assert not run_options or run(tmp_path, run_options, run_name="whole") == 0
+    assert not run_options or run_training(tmp_path, run_options, run_name="whole") == 0
     capsys.readouterr()
     train_until(tmp_path, last_step, run_options)
     message = f"stopped at step {last_step} on request; the same command continues.\n"
     assert capsys.readouterr().out == message
-    assert run(tmp_path, run_options) == 0
+    assert run_training(tmp_path, run_options) == 0
     assert_same_run(tmp_path / "run", tmp_path / "whole" if run_options else finished_run)
 
 
 def test_adapter_of_4_bit_weights_merges_into_base(tmp_path, capsys):
-    assert run(tmp_path, ["--qlora"]) == 0
+    assert run_training(tmp_path, ["--qlora"]) == 0
     assert merge.main([str(tmp_path / "run" / "adapter"), str(tmp_path / "merged")]) == 0
     assert "merged; the largest difference of a logit is" in capsys.readouterr().out
     merged_model, _ = load_model(str(tmp_path / "merged"), dtype="float32")
@@ -412,7 +412,7 @@ def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch)
         torch.arange(3, 40)[None],
     )
     for dtype in ("float32", "bfloat16"):
-        assert run(tmp_path, [*run_options, "--dtype", dtype], run_name=dtype) == 0
+        assert run_training(tmp_path, [*run_options, "--dtype", dtype], run_name=dtype) == 0
         saved_weights, trained_model = (
             load_saved_weights(tmp_path / dtype),
             finished_runs.pop().model.eval(),
@@ -449,7 +449,7 @@ REFUSED_OPTION_CASES = """
 @pytest.mark.parametrize("option_case", re.split(r" ; |\n", REFUSED_OPTION_CASES.strip()))
 def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, option_case):
     option_text, _, message = option_case.partition(" > ")
-    assert run(tmp_path, option_text.split()) == 2
+    assert run_training(tmp_path, option_text.split()) == 2
     assert message in read_error_message(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
@@ -457,7 +457,7 @@ def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, option_case):
 def test_foreign_output_folder_raises(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
-    assert run(tmp_path) == 2 and "out must be" in read_error_message(capsys)
+    assert run_training(tmp_path) == 2 and "out must be" in read_error_message(capsys)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
@@ -477,9 +477,9 @@ def test_out_of_memory_exits_with_one_line(tmp_path, monkeypatch, capsys, error,
     monkeypatch.setattr(train.Run, "_accumulate_gradients", raise_error)
     if message is None:
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-            run(tmp_path)
+            run_training(tmp_path)
         return
-    assert run(tmp_path) == 2
+    assert run_training(tmp_path) == 2
     assert message in read_error_message(capsys)
 
 
@@ -494,7 +494,7 @@ def test_dry_run_prints_estimates(tmp_path, capsys):
         "4096",
         "--dry-run",
     ]
-    assert run(tmp_path, run_options) == 0
+    assert run_training(tmp_path, run_options) == 0
     report_text = capsys.readouterr().out
     settings = lora.read([*SHORT_RUN_OPTIONS, *run_options])
     model, _ = train.build_model(settings, torch.device("cpu"))
@@ -547,7 +547,7 @@ def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt_part):
         nan_evaluation = {"held_out_loss": nan, "passkey": {}}
         monkeypatch.setattr(train.Validation, "evaluate", lambda *_: nan_evaluation)
     run_options, message = NAN_CASES[spoilt_part]
-    assert run(tmp_path, run_options) == 2
+    assert run_training(tmp_path, run_options) == 2
     assert re.search(message, read_error_message(capsys))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
@@ -564,7 +564,10 @@ def test_evaluation_does_not_change_training(tmp_path):
     ]
     run_options += ["--validation", "retrieval:passkey:256"]
     for eval_every in "10":
-        assert run(tmp_path, [*run_options, "--eval-every", eval_every], run_name=eval_every) == 0
+        assert (
+            run_training(tmp_path, [*run_options, "--eval-every", eval_every], run_name=eval_every)
+            == 0
+        )
     assert read_step_field(tmp_path / "1", "loss") == read_step_field(tmp_path / "0", "loss")
     assert_same_tensors(load_saved_weights(tmp_path / "1"), load_saved_weights(tmp_path / "0"))
 
@@ -589,5 +592,5 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished_run):
         with pytest.raises(UsageError, match="does not fit .*. Give the base .* rank, alpha"):
             build_new_model(run_options)
     # a run with another initial adapter cannot resume the first run
-    assert run(tmp_path, adapter_options) == 0
-    assert run(tmp_path, ["--adapter", str(tmp_path / "run" / "adapter")]) == 2
+    assert run_training(tmp_path, adapter_options) == 0
+    assert run_training(tmp_path, ["--adapter", str(tmp_path / "run" / "adapter")]) == 2

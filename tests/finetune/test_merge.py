@@ -36,16 +36,16 @@ def base_folders(tmp_path_factory):
 
 
 def save_trained_adapter(
-    base,
+    base_folder,
     folder,
     targets=LINEAR_TARGETS,
     dtype="float32",
     rope_arguments=YARN_ROPE_ARGUMENTS,
     **lora_options,
 ):
-    """Save a random adapter of ``base`` in ``folder``; return the adapted model."""
+    """Save a random adapter of the base model in ``folder``; return the adapted model."""
     model, tokenizer = load_model(
-        str(base), cab_config=SPARSE_CONFIG, dtype=dtype, **rope_arguments
+        str(base_folder), cab_config=SPARSE_CONFIG, dtype=dtype, **rope_arguments
     )
     torch.manual_seed(1)
     peft_model = with_lora(model, targets, 4, 8.0, **lora_options)

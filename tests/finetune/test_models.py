@@ -279,14 +279,14 @@ def test_trained_parameters_and_dtypes(trains_norms):
     )
     trained_parameters = find_trainable_parameters(peft_model)
     assert {parameter.dtype for parameter in trained_parameters.values()} == {torch.float32}
-    last_names = {
+    last_name_parts = {
         name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained_parameters
     }
     expected_norms = (
         {"norm", "input_layernorm", "post_attention_layernorm"} if trains_norms else set()
     )
     assert {
-        name for name in last_names if "lora" not in name and name != "weight"
+        name for name in last_name_parts if "lora" not in name and name != "weight"
     } == expected_norms
     assert sum("lora_A" in name for name in trained_parameters) == 3 * len(LORA_TARGETS)
     # outside of autocast, the float32 adapters do not change the dtype of hidden states

@@ -38,7 +38,7 @@ TEXT_BY_PATH = {
 
 
 @pytest.fixture(autouse=True)
-def short_limits(monkeypatch, tmp_path, tmp_path_factory):
+def set_short_length_limits(monkeypatch, tmp_path, tmp_path_factory):
     """Set length limits of 4 and 8 characters, an empty cache, and no pip settings."""
     monkeypatch.setattr(pypi_docs, "MIN_FILE_CHARACTERS", 4)
     monkeypatch.setattr(pypi_docs, "MIN_DOCUMENT_CHARACTERS", 8)

@@ -23,7 +23,7 @@ from cab_hf.finetune.sources import make_source
 DOCUMENT_TOKENS = 900
 TOKENIZERS = {"plain": make_tokenizer(), "chat": make_tokenizer(CHAT_TEMPLATE)}
 SENTENCES = split_sentences(PROSE_TEXT)
-parametrize_kind = pytest.mark.parametrize("kind", NUM_KEYS_BY_KIND)
+parametrize_document_kind = pytest.mark.parametrize("document_kind", NUM_KEYS_BY_KIND)
 
 
 def decode_without_spaces(tokens, tokenizer_name="plain"):
@@ -31,10 +31,10 @@ def decode_without_spaces(tokens, tokenizer_name="plain"):
     return TOKENIZERS[tokenizer_name].decode(tokens).replace(" ", "")
 
 
-def make_document(kind, tokenizer_name="plain", length=DOCUMENT_TOKENS, index=0, seed=0):
+def make_document(document_kind, tokenizer_name="plain", length=DOCUMENT_TOKENS, index=0, seed=0):
     """Return a retrieval document whose filler text is `SENTENCES`."""
     return make_retrieval_document(
-        kind=kind,
+        kind=document_kind,
         tokenizer=TOKENIZERS[tokenizer_name],
         sentences=SENTENCES,
         length=length,
@@ -49,36 +49,36 @@ def decode_span(document, span, tokenizer_name="plain"):
     return decode_without_spaces(document.tokens[start:end], tokenizer_name)
 
 
-@parametrize_kind
+@parametrize_document_kind
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
-def test_each_key_is_stated_once_and_answered_after(kind, tokenizer_name):
+def test_each_key_is_stated_once_and_answered_after(document_kind, tokenizer_name):
     for length in (DOCUMENT_TOKENS, DOCUMENT_TOKENS + 7):
-        document = make_document(kind, tokenizer_name, length)
+        document = make_document(document_kind, tokenizer_name, length)
         tokens = document.tokens
         assert len(tokens) == length
-        assert len(document.needles) == len(document.answers) == NUM_KEYS_BY_KIND[kind]
+        assert len(document.needles) == len(document.answers) == NUM_KEYS_BY_KIND[document_kind]
         for needle, answer in zip(document.needles, document.answers, strict=True):
             statement_text = decode_span(document, needle, tokenizer_name)
             statement_match = re.fullmatch(
                 r"Thepasskey(?:for(\w+))?is(\d+)\.Rememberit\..*", statement_text
             )
             key_owner, digits = statement_match.groups()
-            assert (key_owner is None) == (NUM_KEYS_BY_KIND[kind] == 1)
+            assert (key_owner is None) == (NUM_KEYS_BY_KIND[document_kind] == 1)
             assert decode_span(document, answer, tokenizer_name) == digits
             text_before_answer = decode_without_spaces(
                 tokens[answer[0] - 30 : answer[0]], tokenizer_name
             )
             assert text_before_answer.endswith(
-                f"thepasskeyfor{key_owner}is" if kind == "recall" else "is"
+                f"thepasskeyfor{key_owner}is" if document_kind == "recall" else "is"
             )
             assert needle[1] < answer[0]
 
 
-@pytest.mark.parametrize("kind", ["passkey", "multi"])
+@pytest.mark.parametrize("document_kind", ["passkey", "multi"])
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
-def test_final_question_has_wording_of_evaluation(kind, tokenizer_name):
-    document = make_document(kind, tokenizer_name)
-    haystack = Haystack(TOKENIZERS[tokenizer_name], num_keys=NUM_KEYS_BY_KIND[kind])
+def test_final_question_has_wording_of_evaluation(document_kind, tokenizer_name):
+    document = make_document(document_kind, tokenizer_name)
+    haystack = Haystack(TOKENIZERS[tokenizer_name], num_keys=NUM_KEYS_BY_KIND[document_kind])
     statement_text = decode_span(document, document.needles[-1], tokenizer_name)
     statement_match = re.match(r"Thepasskeyfor([A-Z][a-z]+)is", statement_text)
     key_owner = f" for {statement_match[1]}" if statement_match else ""
@@ -96,9 +96,9 @@ def test_final_question_has_wording_of_evaluation(kind, tokenizer_name):
 
 
 def test_distractors_differ_from_answers():
-    def find_distractor_numbers(kind):
+    def find_distractor_numbers(document_kind):
         """Return (text of a document, its five-digit numbers except for the pass key)."""
-        document = make_document(kind, length=2000)
+        document = make_document(document_kind, length=2000)
         document_text = decode_without_spaces(document.tokens)
         key = decode_span(document, document.answers[0])
         return document_text, set(re.findall(r"\d{5}", document_text)) - {key}
@@ -129,9 +129,9 @@ def test_repetitions_are_reordered(length):
         key_match = re.fullmatch(
             r"Thepasskeyfor(\w+)is(\d{5})\.", decode_without_spaces(statement_tokens)
         )
-        num_identifying = len(statement_tokens) - 6 if key_match else 3
-        end = answer[0] + len(statement_tokens) - num_identifying
-        assert document.tokens[answer[0] - num_identifying : end] == statement_tokens
+        num_identifying_tokens = len(statement_tokens) - 6 if key_match else 3
+        end = answer[0] + len(statement_tokens) - num_identifying_tokens
+        assert document.tokens[answer[0] - num_identifying_tokens : end] == statement_tokens
         if key_match:
             key_owners.append(key_match[1])
             assert decode_without_spaces(labelled_tokens) == key_match[2]
@@ -150,14 +150,15 @@ def test_repetitions_are_reordered(length):
     assert list(document.needles) != sorted(document.needles)
 
 
-@parametrize_kind
+@parametrize_document_kind
 @pytest.mark.parametrize("changed_argument", ["index", "seed", "length"])
-def test_document_depends_on_seed_and_index_only(kind, changed_argument):
+def test_document_depends_on_seed_and_index_only(document_kind, changed_argument):
     document_arguments = {"index": 1, "seed": 0, "length": DOCUMENT_TOKENS}
-    document = make_document(kind, **document_arguments)
-    assert document == make_document(kind, **document_arguments)
+    document = make_document(document_kind, **document_arguments)
+    assert document == make_document(document_kind, **document_arguments)
     other_document = make_document(
-        kind, **{**document_arguments, changed_argument: document_arguments[changed_argument] + 1}
+        document_kind,
+        **{**document_arguments, changed_argument: document_arguments[changed_argument] + 1},
     )
 
     def find_keys(document):
@@ -187,12 +188,12 @@ def pack_sequences(source_name, texts=(), length=DOCUMENT_TOKENS, num_sequences=
     return list(islice(packer, num_sequences))
 
 
-@parametrize_kind
-def test_only_answers_have_labels(kind):
-    (sequence,) = pack_sequences(f"retrieval:{kind}", num_sequences=1)
+@parametrize_document_kind
+def test_only_answers_have_labels(document_kind):
+    (sequence,) = pack_sequences(f"retrieval:{document_kind}", num_sequences=1)
     token_ids, labels = sequence["input_ids"].tolist(), sequence["labels"].tolist()
     labelled_indices = [index for index, label in enumerate(labels) if label != IGNORED_LABEL]
-    assert len(labelled_indices) == 5 * NUM_KEYS_BY_KIND[kind]
+    assert len(labelled_indices) == 5 * NUM_KEYS_BY_KIND[document_kind]
     # labels are shifted: the label at an index is the token at the next index
     assert all(labels[index] == token_ids[index + 1] for index in labelled_indices)
     answer_indices = (
@@ -206,19 +207,21 @@ def test_only_answers_have_labels(kind):
     assert all(re.fullmatch(r"\d{5}", answer) for answer in answers)
     # each key occurs three times: twice in its statement, and once in the answer
     sequence_text = decode_without_spaces(token_ids, "chat")
-    assert [sequence_text.count(answer) for answer in answers] == [3] * NUM_KEYS_BY_KIND[kind]
+    assert [sequence_text.count(answer) for answer in answers] == [3] * NUM_KEYS_BY_KIND[
+        document_kind
+    ]
 
 
-@pytest.mark.parametrize("kind", TASKS)
-def test_task_answers_have_labels(kind):
-    (sequence,) = pack_sequences(f"retrieval:{kind}", num_sequences=1)
-    document = make_document(kind, "chat")
-    example = TASKS[kind].make(
+@pytest.mark.parametrize("task_name", TASKS)
+def test_task_answers_have_labels(task_name):
+    (sequence,) = pack_sequences(f"retrieval:{task_name}", num_sequences=1)
+    document = make_document(task_name, "chat")
+    example = TASKS[task_name].make(
         TOKENIZERS["chat"], SENTENCES, DOCUMENT_TOKENS, index=0, seed="finetune/0"
     )
     assert document == (example.tokens, example.needles, example.answers)
-    num_labelled = int((sequence["labels"] != IGNORED_LABEL).sum())
-    assert num_labelled == sum(end - start for start, end in example.answers)
+    num_labelled_tokens = int((sequence["labels"] != IGNORED_LABEL).sum())
+    assert num_labelled_tokens == sum(end - start for start, end in example.answers)
 
 
 def test_document_kinds_alternate():
@@ -266,7 +269,7 @@ def test_training_seeds_differ_from_evaluation_seeds(monkeypatch):
         make_documents()
         return set(map(str, RecordingRandom.seeds))
 
-    def evaluate():
+    def make_evaluation_documents():
         for seed in (-1, 0, 1, 12):
             make_recall_document(
                 tokenizer, NOISE_SENTENCES, DOCUMENT_TOKENS, 12, index=0, seed=seed
@@ -277,7 +280,7 @@ def test_training_seeds_differ_from_evaluation_seeds(monkeypatch):
             for task in TASKS.values():
                 task.make(tokenizer, NOISE_SENTENCES, DOCUMENT_TOKENS, index=0, seed=seed)
 
-    def train():
+    def make_training_documents():
         for seed in (-1, 0, 1, 12):
             source_shares = [(make_source(f"retrieval:{'+'.join(DOCUMENT_KINDS)}", seed=seed), 1)]
             packer = SequencePacker(tokenizer, source_shares, DOCUMENT_TOKENS, seed)
@@ -291,16 +294,19 @@ def test_training_seeds_differ_from_evaluation_seeds(monkeypatch):
                 seed=seed,
             )
 
-    evaluation_seeds, training_seeds = record_seeds(evaluate), record_seeds(train)
+    evaluation_seeds, training_seeds = (
+        record_seeds(make_evaluation_documents),
+        record_seeds(make_training_documents),
+    )
     assert all(re.match(r"-?\d+/", seed) for seed in evaluation_seeds)
     assert all(seed.startswith("finetune/") for seed in training_seeds)
     assert len(training_seeds) > 2 * 4 * len(DOCUMENT_KINDS)
 
 
-@pytest.mark.parametrize("kind", (*NUM_KEYS_BY_KIND, "repeats", "keys"))
-def test_too_short_length_raises(kind):
+@pytest.mark.parametrize("document_kind", (*NUM_KEYS_BY_KIND, "repeats", "keys"))
+def test_too_short_length_raises(document_kind):
     with pytest.raises(ValueError, match="must have room for"):
-        make_document(kind, length=20)
+        make_document(document_kind, length=20)
 
 
 @pytest.mark.parametrize("text_share", [0.3, 0.0], ids=["with text documents", "synthetic only"])

@@ -70,7 +70,7 @@ def apply_sparse_cab(model):
     return cab_hf.apply_cab(model, SPARSE_CONFIG)
 
 
-MOVE_FUNCTIONS = {
+DERIVE_FUNCTIONS = {
     "copy": lambda m: copy.deepcopy(apply_sparse_cab(m)),
     "pickle": lambda m: pickle_and_load(apply_sparse_cab(m)),
     "copy-adapter": lambda m: copy.deepcopy(add_lora(apply_sparse_cab(m))),
@@ -81,13 +81,13 @@ MOVE_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("move_model", MOVE_FUNCTIONS.values(), ids=MOVE_FUNCTIONS)
-def test_remove_cab_restores_state_after_pickle_and_copy(model, move_model):
-    moved_model = move_model(model)
-    assert read_state(moved_model)[0] == "cab"
-    assert "layers 0-2: sparse" in cab_hf.describe(moved_model, tokens=200)
-    assert [row["layer"] for row in cab_hf.stats(moved_model)] == [0, 1, 2]
-    assert read_state(cab_hf.remove_cab(moved_model)) == STATE_WITHOUT_CAB
+@pytest.mark.parametrize("derive_model", DERIVE_FUNCTIONS.values(), ids=DERIVE_FUNCTIONS)
+def test_remove_cab_restores_state_after_pickle_and_copy(model, derive_model):
+    derived_model = derive_model(model)
+    assert read_state(derived_model)[0] == "cab"
+    assert "layers 0-2: sparse" in cab_hf.describe(derived_model, tokens=200)
+    assert [row["layer"] for row in cab_hf.stats(derived_model)] == [0, 1, 2]
+    assert read_state(cab_hf.remove_cab(derived_model)) == STATE_WITHOUT_CAB
 
 
 def test_switching_a_copy_does_not_change_the_original(model):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import mark_slow_except
-from selecting import arrange_in_layout, plan_by_reference, random_peaked_qk, rows_plan_by_kernels
+from selecting import arrange_in_layout, plan_by_reference, plan_rows_by_kernels, random_peaked_qk
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -130,7 +130,7 @@ def test_kernels_give_lists_of_reference_for_every_setting(
     q, k = random_peaked_qk(**{**QK_SHAPE, **shape})
     q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
-    assert_same_lists(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_keys_read_by_pointers_give_lists_of_the_reference(
         layout, *random_peaked_qk(**QK_SHAPE, batch=2), config.query_block
     )
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
-    assert_same_lists(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 LOGIT_OPTIONS = {
@@ -170,7 +170,7 @@ def test_sinks_and_softcap_give_lists_of_the_reference(logit_options):
     expected = plan_by_reference(
         SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
     )
-    actual = rows_plan_by_kernels(
+    actual = plan_rows_by_kernels(
         SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
     )
     assert_same_lists(actual, expected)
@@ -183,18 +183,18 @@ def test_sinks_and_softcap_give_lists_of_the_reference(logit_options):
 def test_transposed_views_give_the_same_lists():
     q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
 
 
 def test_many_chunks_with_small_scratch_give_the_same_lists(monkeypatch):
     q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 1)
     monkeypatch.setattr(tiles, "MIN_SAMPLES_PER_PROGRAM_FLOAT32", 8)
-    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
 
 
 def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
@@ -203,17 +203,17 @@ def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
         KeyRanges.causal(1, 300, 300, "cpu"),
         replace(SMALL_BLOCKS_CONFIG, max_density=0.3),
     )
-    expected = rows_plan_by_kernels(config, q, k, ranges)
+    expected = plan_rows_by_kernels(config, q, k, ranges)
     monkeypatch.setattr(compact, "MAX_SCORE_BYTES", 1)
-    assert_same_lists(rows_plan_by_kernels(config, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges), expected)
 
 
 def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatch):
     q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
     monkeypatch.setattr(compact, "MAX_LIST_BYTES", 1)
-    actual = rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    actual = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
     assert_same_lists(actual, expected)
     max_count = (expected.full.counts + expected.partial.counts).max()
     assert actual.full.width == max_count < expected.full.width
@@ -247,7 +247,7 @@ def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change_keys, unini
     expected = plan_by_reference(
         SMALL_BLOCKS_CONFIG, q, quantize_and_dequantize(k), ranges
     ).to_dense()
-    actual = rows_plan_by_kernels(
+    actual = plan_rows_by_kernels(
         SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8
     ).to_dense()
     # allow for 6% differences: the kernels also quantise queries, and the reference does not
@@ -259,12 +259,12 @@ def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change_keys, unini
 def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(scale_exponent, change_keys):
     q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(
+    expected = plan_rows_by_kernels(
         SMALL_BLOCKS_CONFIG, q, change_keys(k), ranges, quantized_dtype=tiles.FP8
     )
     q, k = q * 2.0**-scale_exponent, change_keys(k) * 2.0**scale_exponent
     assert_same_lists(
-        rows_plan_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8), expected
+        plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8), expected
     )
 
 
@@ -274,11 +274,11 @@ def test_later_8_bit_key_of_another_magnitude_changes_no_earlier_row():
         KeyRanges.causal(1, 300, 300, "cpu"),
         replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0),
     )
-    selected_before = rows_plan_by_kernels(
+    selected_before = plan_rows_by_kernels(
         config, q, k, ranges, quantized_dtype=tiles.FP8
     ).to_dense()
     k[:, :, 260:] *= 2.0**11
-    selected_after = rows_plan_by_kernels(
+    selected_after = plan_rows_by_kernels(
         config, q, k, ranges, quantized_dtype=tiles.FP8
     ).to_dense()
     assert torch.equal(selected_after[:, :, :8], selected_before[:, :, :8])

@@ -163,10 +163,10 @@ def examine_model_type(model_type: str) -> dict[str, Any]:
     The names are "by_name" for `load_by_name`, and "applied" for `copy_with_cab`.
     """
     try:
-        model, expected_logits, reads_padding = build_model(model_type)
+        model, expected_logits, inputs_reading_padding = build_model(model_type)
         result_record = {
             "model": type(model).__name__,
-            "reads_padding": reads_padding,
+            "reads_padding": inputs_reading_padding,
             "by_name": compare_logits(load_by_name, model, expected_logits),
             "applied": compare_logits(copy_with_cab, model, expected_logits),
         }
@@ -197,7 +197,7 @@ def build_model(
         input_name: compute_logits(model, **model_inputs)
         for input_name, model_inputs in make_inputs(FIRST_REGULAR_TOKEN).items()
     }
-    names_reading_padding = [
+    inputs_reading_padding = [
         input_name
         for input_name in expected_logits
         if _compute_max_difference(padded_logits[input_name], expected_logits[input_name])
@@ -208,11 +208,11 @@ def build_model(
             document_logits = compute_logits(model, **make_packed_inputs()[PACKED_INPUT])
     except Exception:
         # models of some types do not accept position ids: omit packed inputs
-        return model, expected_logits, names_reading_padding
+        return model, expected_logits, inputs_reading_padding
     return (
         model,
         expected_logits | dict.fromkeys(make_packed_inputs(), document_logits),
-        names_reading_padding,
+        inputs_reading_padding,
     )
 
 

@@ -34,13 +34,13 @@ def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logi
 def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
     """Return the plan of the predictor in ``config`` by its kernels, in Triton's interpreter."""
     if config.predictor == "rows":
-        return rows_plan_by_kernels(config, q, k, ranges, scale=scale, channels=channels)
+        return plan_rows_by_kernels(config, q, k, ranges, scale=scale, channels=channels)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(frc, "has_kernels", lambda x: True)
         return plan_by_reference(config, q, k, ranges, scale=scale)
 
 
-def rows_plan_by_kernels(
+def plan_rows_by_kernels(
     config, q, k, ranges, scale=0.25, channels=(), quantized_dtype=None, **logit_options
 ):
     """Return the plan of `RowsPredictor` by kernels in Triton's interpreter.

@@ -19,16 +19,16 @@ TABLE_BEGIN_MARKER, TABLE_END_MARKER = "<!-- classes -->", "<!-- end -->"
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 # name in the source of a model class -> kind of layers with this name, which have dense attention
-KIND_OF_DENSE_NAME = {
+LAYER_KIND_BY_DENSE_NAME = {
     "per_layer_sliding_window": "a sliding window",
     "sinks": "attention sinks",
     "logits_soft_cap": "soft-capped logits",
     "alibi_slopes": "ALiBi",
     "ChunkedLocalAttention": "chunked attention",
 }
-# kind in `KIND_OF_DENSE_NAME` -> reason that `cab_hf.vllm.layers.find_dense_reason` returns, for
-# kinds whose reason is not the name of the kind
-REASON_OF_KIND = {"chunked attention": "batches that vLLM rewrites"}
+# kind in `LAYER_KIND_BY_DENSE_NAME` -> reason that `cab_hf.vllm.layers.find_dense_reason` returns,
+# for kinds whose reason is not the name of the kind
+REASON_BY_LAYER_KIND = {"chunked attention": "batches that vLLM rewrites"}
 # classes of vLLM's attention layers: latent attention, causal attention, and attention in both
 # directions within a prefix
 LATENT_CLASSES = {"MLAAttention", "MultiHeadLatentAttentionWrapper"}
@@ -96,7 +96,9 @@ def classify_module(
         )
     if source_words & CAUSAL_CLASSES:
         dense_kinds = [
-            kind for dense_name, kind in KIND_OF_DENSE_NAME.items() if dense_name in source_words
+            layer_kind
+            for dense_name, layer_kind in LAYER_KIND_BY_DENSE_NAME.items()
+            if dense_name in source_words
         ]
         if source_words & LATENT_CLASSES:
             return Verdict("sparse or refused", ", ".join([*dense_kinds, latent_reason]))

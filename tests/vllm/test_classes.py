@@ -44,9 +44,9 @@ def test_layers_built_by_vllm_match_table():
     for class_name, reason_counts in reason_counts_by_class.items():
         verdict = classes.classify_all_classes()[class_name]
         allowed_reasons = {
-            classes.REASON_OF_KIND.get(kind, kind)
-            for kind in classes.KIND_OF_DENSE_NAME.values()
-            if kind in verdict.dense_reason
+            classes.REASON_BY_LAYER_KIND.get(layer_kind, layer_kind)
+            for layer_kind in classes.LAYER_KIND_BY_DENSE_NAME.values()
+            if layer_kind in verdict.dense_reason
         }
         if verdict.prompt_attention != "sparse":
             # on a CPU, latent attention has a backend of its own, and is not refused

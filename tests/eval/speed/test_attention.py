@@ -62,14 +62,19 @@ def make_sample(length, ms, baselines=None, direction="forward", budget=0.1, **r
         "peak_mib": {},
         "labels": {},
     }
-    fields = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
+    outcome_fields = {
+        "baselines": baselines or {},
+        "not_measured": {},
+        "without_graph": {},
+        "error": None,
+    }
     return (
         case_fields
         | shape_fields
         | density_fields
         | time_fields
         | cost_fields
-        | fields
+        | outcome_fields
         | replaced_fields
     )
 
@@ -98,14 +103,14 @@ def test_rates_by_hand():
 
 
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
-    calls = []
+    backward_flags = []
     monkeypatch.setattr(
-        dense, "measure_baselines", lambda *_, backward, **__: calls.append(backward) or {}
+        dense, "measure_baselines", lambda *_, backward, **__: backward_flags.append(backward) or {}
     )
     bench, settings = FakeBench(), make_tiny_settings(lengths=(96,), densities=(0.2, 1.0))
     for case in settings.list_requested_cases():
         measure_sample(Attention, settings, case, bench)
-    assert calls == [False, True]
+    assert backward_flags == [False, True]
 
 
 def test_graph_capture_error_is_reported():
@@ -181,11 +186,11 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 
     def attend_with_wrong_gradient(q, k, v, plan, **options):
         # calls 1 and 2 are those of the engine; later calls compute the float32 reference
-        attend_with_wrong_gradient.calls += 1
+        attend_with_wrong_gradient.num_calls += 1
         out = attend(q, k, v, plan, **options)
-        return WrongGradient.apply(out) if attend_with_wrong_gradient.calls < 3 else out
+        return WrongGradient.apply(out) if attend_with_wrong_gradient.num_calls < 3 else out
 
-    attend_with_wrong_gradient.calls = 0
+    attend_with_wrong_gradient.num_calls = 0
     monkeypatch.setattr(reference, "attention", attend_with_wrong_gradient)
     row = measure_case(CASE | {"direction": "backward"})
     assert row["attend_ms"] == {}
@@ -207,10 +212,10 @@ def test_exact_rows_equal_full_output():
 SDPA_BASELINE = dense.CPU_BASELINES["SDPA"]
 
 
-def time_baselines(baselines, backward=False, head_dim=16):
+def time_baselines(baselines, has_backward=False, head_dim=16):
     """Return the times of ``baselines`` by `dense.measure_baselines`."""
     q, k, v = make_tiny_settings().draw_random_heads(300, head_dim, torch.device("cpu"), "qkv")
-    return dense.measure_baselines(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
+    return dense.measure_baselines(q, k, v, head_dim**-0.5, FakeBench(), has_backward, baselines)
 
 
 def test_unsupported_head_dim_is_reported():
@@ -220,8 +225,8 @@ def test_unsupported_head_dim_is_reported():
     assert results_by_field["baselines"] == {"SDPA": 2.0}
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_kv_heads_are_repeated_for_kernels_without_gqa(has_backward):
     kv_heads = []
 
     def attend(q, k, v, scale):
@@ -229,7 +234,7 @@ def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
         return SDPA_BASELINE.load_kernel()(q, k, v, scale)
 
     results_by_field = time_baselines(
-        {"efficient": dense.Baseline(lambda: attend, supports_gqa=False)}, backward
+        {"efficient": dense.Baseline(lambda: attend, supports_gqa=False)}, has_backward
     )
     assert results_by_field["not_measured"] == {} and set(kv_heads) == {(4, 4)}
 
@@ -240,26 +245,26 @@ def test_baseline_with_wrong_gradient_is_not_timed():
 
     wrong_baselines = {"FA4": dense.Baseline(lambda: attend)}
     assert time_baselines(wrong_baselines)["baselines"] == {"FA4": 2.0}
-    error = time_baselines(wrong_baselines, backward=True)["not_measured"]["FA4"]
+    error = time_baselines(wrong_baselines, has_backward=True)["not_measured"]["FA4"]
     assert "in the gradient of v at 300 tokens" in error
 
 
-@pytest.mark.parametrize("falls_back", [False, True])
-def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
+@pytest.mark.parametrize("has_fallback", [False, True])
+def test_ffpa_fallback_is_not_measured(monkeypatch, has_fallback):
     def attend(q, k, v, is_causal, scale, enable_gqa, backend):
         assert is_causal and enable_gqa and backend == "cutedsl"
         return SDPA_BASELINE.load_kernel()(q, k, v, scale)
 
     class Meta:
         from_kwargs = classmethod(lambda cls, backend: cls())
-        fallback = staticmethod(lambda q, k, mask, dropout: falls_back)
+        fallback = staticmethod(lambda q, k, mask, dropout: has_fallback)
 
     package, functional = ModuleType("ffpa_attn"), ModuleType("ffpa_attn.functional")
     package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
     monkeypatch.setitem(sys.modules, "ffpa_attn", package)
     monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
     results_by_field = time_baselines({"ffpa CuTe": dense.GPU_BASELINES["ffpa CuTe"]}, head_dim=320)
-    if falls_back:
+    if has_fallback:
         assert results_by_field["not_measured"] == {"ffpa CuTe": "it would call SDPA instead"}
     else:
         assert results_by_field["baselines"] == {"ffpa CuTe": 2.0}

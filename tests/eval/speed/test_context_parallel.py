@@ -116,17 +116,17 @@ def patch_scheme_output(patch, change_output):
 
 
 def patch_engine(group, patch):
-    """Make `engines.select_blocks` return a GPU engine, whose log-sum-exp has no gradient."""
+    """Make `engines.choose` return a GPU engine, whose log-sum-exp has no gradient."""
     patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 
 def patch_inputs(group, patch):
     """Make the allocation of the inputs raise an out-of-memory error."""
 
-    def run_out_of_memory(*_, **__):
+    def raise_out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB. GPU 0")
 
-    patch.setattr(Settings, "draw_random_heads", run_out_of_memory)
+    patch.setattr(Settings, "draw_random_heads", raise_out_of_memory)
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ class RankBench(Bench):
 
     def __init__(self, rank):
         super().__init__("cpu")
-        self.rank, self.calls = rank, 0
+        self.rank, self.num_calls = rank, 0
 
     def time_runs(self, call, num_runs, before_run=lambda: None):
         run_ms = []
         for _ in range(num_runs):
             before_run()
             call()
-            self.calls += 1
+            self.num_calls += 1
             # the first call is usually the warm-up
-            run_ms.append(1000.0 if self.calls == 1 else self.rank + 1.0)
-            if self.calls > 2:
+            run_ms.append(1000.0 if self.num_calls == 1 else self.rank + 1.0)
+            if self.num_calls > 2:
                 run_ms[-1] = 10.0 * (2 - self.rank)
         return run_ms, 3.0 + self.rank
 
 
-def time_on_slowest_rank(group, options):
+def time_on_slowest_rank(group, timing_options):
     """Run `time_slowest` on this rank, with a fake timer.
 
     Returns:
@@ -179,12 +179,12 @@ def time_on_slowest_rank(group, options):
     """
     calls = []
     rank_group, bench = RankGroup(group, group), RankBench(group.rank())
-    result = rank_group.time_slowest(bench, lambda: calls.append(1), **options)
+    result = rank_group.time_slowest(bench, lambda: calls.append(1), **timing_options)
     return result.ms, result.runs, result.in_a_row, len(calls), result.peak_gib
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("timing_options", "expected"),
     [
         # the slowest rank is rank 1 in the first run (2 ms) and rank 0 later (20 ms)
         pytest.param({"min_runs": 3}, (20.0, 3, 1, 4), id="slowest"),
@@ -202,8 +202,8 @@ def time_on_slowest_rank(group, options):
         ),
     ],
 )
-def test_time_is_that_of_slowest_rank(ranks, options, expected):
-    for result in ranks.run(2, time_on_slowest_rank, options):
+def test_time_is_that_of_slowest_rank(ranks, timing_options, expected):
+    for result in ranks.run(2, time_on_slowest_rank, timing_options):
         assert result == (*expected, 4.0)
 
 

@@ -54,15 +54,15 @@ def make_step(settings):
     return decode.make_random_step(settings, 600, 2, 16, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
-def test_dense_baselines_of_cpu_are_timed(name):
+@pytest.mark.parametrize("kernel_name", ["SDPA", "transformers", "flash"])
+def test_dense_baselines_of_cpu_are_timed(kernel_name):
     step = make_step(make_tiny_settings())
-    result = F.scaled_dot_product_attention(step.q, step.k, step.v, enable_gqa=True)
-    torch.testing.assert_close(step.expected_out, result)
+    sdpa_out = F.scaled_dot_product_attention(step.q, step.k, step.v, enable_gqa=True)
+    torch.testing.assert_close(step.expected_out, sdpa_out)
     torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
-    torch.testing.assert_close(decode.DENSE_KERNELS[name](step)(), step.expected_out)
+    torch.testing.assert_close(decode.DENSE_KERNELS[kernel_name](step)(), step.expected_out)
     row = measure_sample(
-        Decode, make_tiny_settings(), ATTENTION_CASE | {"way": name, "budget": None}
+        Decode, make_tiny_settings(), ATTENTION_CASE | {"way": kernel_name, "budget": None}
     )
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
     # K and V of 600 tokens, for a batch of 2, 2 KV heads and 16 channels in float32
@@ -103,12 +103,12 @@ def test_bytes_of_cab_step_by_hand():
     assert 64 <= row["kept"] <= 192 and 0.2 < row["mass"] < 1
     step = make_step(settings)
     channels = decode.llama_channels(16)
-    index = ops.index_keys(step.k, channels).nbytes
+    index_bytes = ops.index_keys(step.k, channels).nbytes
     # the step loads the index, and K and V of the selected keys
     batch_times_heads = 2 * 2
-    assert row["bytes"] == index + batch_times_heads * row["kept"] * 2 * 16 * 4
-    all_keys = measure_sample(Decode, settings, ATTENTION_CASE | {"budget": 600})
-    assert all_keys["kept"] == 600 and all_keys["mass"] == pytest.approx(1)
+    assert row["bytes"] == index_bytes + batch_times_heads * row["kept"] * 2 * 16 * 4
+    all_keys_row = measure_sample(Decode, settings, ATTENTION_CASE | {"budget": 600})
+    assert all_keys_row["kept"] == 600 and all_keys_row["mass"] == pytest.approx(1)
 
 
 def test_step_writes_index_of_new_key(monkeypatch):
@@ -170,7 +170,7 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
     for row in (dense_row, sparse_row):
         assert row["ms"] > 0
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
-        # a static cache has slots for all steps, rounded up to a multiple of ALIGNED
+        # a static cache has slots for all steps, rounded up to a multiple of SLOT_MULTIPLE
         num_slots = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * num_slots * 16 * 4
     assert dense_row["index_gib"] is None and dense_row["ran_as"] is None
@@ -184,13 +184,13 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
 
 
 def test_cab_is_compared_with_fastest_dense_kernel():
-    def make_sample(way, ms, budget=None, mode=None, batch=1):
+    def make_sample(attention_name, ms, budget=None, mode=None, batch=1):
         """Return a sample of a kernel; if ``mode`` is set, of an attention implementation instead.
 
-        ``way`` is the name of the kernel or implementation.
+        ``attention_name`` is the name of the kernel or implementation.
         """
         part = "model" if mode else "attention"
-        case = {"part": part, "length": 1000, "batch": batch, "way": way, "mode": mode}
+        case = {"part": part, "length": 1000, "batch": batch, "way": attention_name, "mode": mode}
         fields = dict.fromkeys((*Decode.COPIED_SETTINGS, *Decode.RESULT_FIELDS, "error"))
         fields |= {} if mode else {"bytes": 2e6, "bandwidth": 1000.0}
         return case | {"budget": budget} | fields | {"ms": ms}

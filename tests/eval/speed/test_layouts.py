@@ -99,14 +99,14 @@ def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
         layouts._wrap_varlen(sequences, layouts.VARLEN_KERNELS[0][1]), q, k, v, backward=False
     )
     # the check fails for attention across sequences
-    attend_across = dense.get_baselines("cpu")["SDPA"].load_kernel()
+    attend_across_sequences = dense.get_baselines("cpu")["SDPA"].load_kernel()
     with pytest.raises(ArithmeticError, match="wrong by"):
-        sequences.check_kernel(attend_across, q, k, v, backward=False)
+        sequences.check_kernel(attend_across_sequences, q, k, v, backward=False)
 
 
 def test_kernel_attending_across_sequences_is_not_timed(monkeypatch):
-    attend_across = dense.get_baselines("cpu")["SDPA"].load_kernel()
-    monkeypatch.setattr(layouts, "_make_masked_sdpa", lambda *_: attend_across)
+    attend_across_sequences = dense.get_baselines("cpu")["SDPA"].load_kernel()
+    monkeypatch.setattr(layouts, "_make_masked_sdpa", lambda *_: attend_across_sequences)
     row = measure_case(PACKED_LAYOUT, length=160)
     assert row["not_measured"]["masked SDPA"].startswith("ArithmeticError: wrong by")
 
@@ -119,8 +119,8 @@ def test_selection_and_attention_are_timed_in_every_layout(layout):
     assert row["total_eager_ms"]["reference"] == 3.0 and 0.2 < row["density"] < 0.5
     sequences = draw_sequences(layout, batch=2, length=192)
     assert row["causal_pairs"] == sum(length**2 for length in sequences.lengths) // 2
-    (shown_row,) = Attention.rows([row], {})
-    assert shown_row["ratio"] == 1.0
+    (report_row,) = Attention.rows([row], {})
+    assert report_row["ratio"] == 1.0
 
 
 def test_wrong_engine_with_padding_is_not_timed(monkeypatch):

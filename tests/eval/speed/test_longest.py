@@ -110,7 +110,7 @@ def test_random_model_is_cached():
     measure_sample(Ttft, settings, make_case(192), bench)
     with model.prepare_prefill(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN_VARIANT):
         models.append(model.make_random_model(settings, model.PLAIN_VARIANT))
-    assert len({id(each) for each in models}) == 1
+    assert len({id(cached_model) for cached_model in models}) == 1
 
 
 def test_longest_row_by_hand():
@@ -142,9 +142,9 @@ def test_search_runs_longest_length(tmp_path, monkeypatch, limit_mib, fits_by_le
     for row in rows:
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
     (sentence,) = Ttft.summary_sentences(rows)
-    longest = max(length for length, fits in fits_by_length.items() if fits)
-    assert sentence.startswith(f"{longest} tokens are the longest")
-    assert f"{longest + 64} tokens do not fit" in sentence
+    longest_length = max(length for length, fits in fits_by_length.items() if fits)
+    assert sentence.startswith(f"{longest_length} tokens are the longest")
+    assert f"{longest_length + 64} tokens do not fit" in sentence
     # the second run measures nothing
     assert run_search(tmp_path, monkeypatch, None) == rows
 
@@ -162,8 +162,8 @@ def test_whole_prompt_estimate_equals_fits():
     settings = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
     experiment = Ttft(settings)
     experiment.bench = GpuBench()
-    prompts = MemoryModel.from_config(model.make_model_config(settings))
-    expected = prompts.find_longest_prompt(500 * 2**20, None, "dynamic")
+    memory_model = MemoryModel.from_config(model.make_model_config(settings))
+    expected = memory_model.find_longest_prompt(500 * 2**20, None, "dynamic")
     assert 0 < experiment.estimate_tokens("cab") <= expected < experiment.estimate_tokens("sdpa")
     case = make_case(200, "cab")
     (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
@@ -171,13 +171,15 @@ def test_whole_prompt_estimate_equals_fits():
 
 
 def test_search_covers_every_implementation(tmp_path, monkeypatch):
-    names = ["cab_dense", "cab"]
-    rows = run_search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(names))
+    implementations = ["cab_dense", "cab"]
+    rows = run_search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(implementations))
     sentences = [line for line in Ttft.summary_sentences(rows) if "are the longest" in line]
-    for name, sentence in zip(names, sentences, strict=True):
-        fitting = [row["length"] for row in rows if row["implementation"] == name and row["fits"]]
-        assert max(fitting) == 768
-        assert sentence.startswith(f"768 tokens are the longest that fit for {name}: ")
+    for implementation, sentence in zip(implementations, sentences, strict=True):
+        fitting_lengths = [
+            row["length"] for row in rows if row["implementation"] == implementation and row["fits"]
+        ]
+        assert max(fitting_lengths) == 768
+        assert sentence.startswith(f"768 tokens are the longest that fit for {implementation}: ")
 
 
 def test_other_errors_end_the_search(tmp_path, monkeypatch):

@@ -106,18 +106,22 @@ def test_long_step_uses_tiles_and_offload():
 
 
 def test_pinned_memory_is_freed_before_next_step(monkeypatch):
-    settings, owners, num_owners = make_tiny_settings(lengths=(192,)), weakref.WeakSet(), []
+    settings, live_offloads, offload_counts = (
+        make_tiny_settings(lengths=(192,)),
+        weakref.WeakSet(),
+        [],
+    )
     allocate_chunk = Offload._allocate_chunk
 
-    def record_owner_and_allocate(self):
-        owners.add(self)
-        num_owners.append(len(owners))
+    def record_offload_and_allocate(self):
+        live_offloads.add(self)
+        offload_counts.append(len(live_offloads))
         return allocate_chunk(self)
 
-    monkeypatch.setattr(Offload, "_allocate_chunk", record_owner_and_allocate)
+    monkeypatch.setattr(Offload, "_allocate_chunk", record_offload_and_allocate)
     for _ in range(2):
         lora.apply_memory_savings(settings, 192, 50, 1)
-    assert num_owners == [1, 1]
+    assert offload_counts == [1, 1]
     lora.apply_memory_savings(settings, 192, 0, 0)
 
 
@@ -227,8 +231,8 @@ def test_efficiency_compares_with_one_rank_of_same_length():
     # one rank was not measured at this length
     assert row_by_case["cp", "cab_dense", 2000]["efficiency"] is None
     assert (cp_row["baseline"], cp_row["over_best"]) == ("cab_dense", 4.0)
-    sentence = "on 2 ranks by cp cab is 4.00× as fast as cab_dense"
-    assert any(sentence in reading for reading in LoraStep.summary_sentences(rows))
+    expected_part = "on 2 ranks by cp cab is 4.00× as fast as cab_dense"
+    assert any(expected_part in sentence for sentence in LoraStep.summary_sentences(rows))
 
 
 @pytest.mark.parametrize("max_length", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
@@ -311,13 +315,13 @@ def test_qlora_step_packs_weights_in_four_bits():
 
 
 def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
-    def run_out_of_memory(backward, trainable, optimizer, tokens):
+    def raise_out_of_memory(backward, trainable, optimizer, tokens):
         # the step has computed gradients before it fails
         for parameter in trainable:
             parameter.grad = torch.ones_like(parameter)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(lora, "train_step", run_out_of_memory)
+    monkeypatch.setattr(lora, "train_step", raise_out_of_memory)
     settings = make_tiny_settings(lengths=(192,), cab=SMALL_BLOCK_ASSIGNMENTS)
     row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
     assert row["fits"] is False and row["error"].startswith("out of memory")

@@ -44,20 +44,20 @@ def check_attention(rows):
 
 
 def check_ttft(
-    rows, sparse_name="cab-always", implementations=("sdpa", "SDPA", "cab", "cab-always")
+    rows, sparse_implementation="cab-always", implementations=("sdpa", "SDPA", "cab", "cab-always")
 ):
-    """Check the rows of ``speed ttft``: only the implementation ``sparse_name`` skips blocks."""
+    """Check the rows of ``speed ttft``: only ``sparse_implementation`` skips blocks."""
     row_keys = [(row["length"], row["implementation"]) for row in rows]
     assert row_keys == list(product((96, 192), implementations))
     for row in rows:
-        is_sparse = row["implementation"] == sparse_name
+        is_sparse = row["implementation"] == sparse_implementation
         assert row["over_best"] > 0
         assert (row["density"] < 1) == (row["ceiling"] > 1) == is_sparse
 
 
 def check_lora(rows):
     """Check the rows of ``speed lora``."""
-    check_ttft(rows, sparse_name="cab", implementations=("sdpa", "SDPA", "cab"))
+    check_ttft(rows, sparse_implementation="cab", implementations=("sdpa", "SDPA", "cab"))
 
 
 def check_serve(rows):
@@ -65,8 +65,10 @@ def check_serve(rows):
     assert [row["density"] < 1 for row in rows] == [False, False, True]
     for row in rows:
         assert (row["batching"]["max_batch_tokens"], row["batching"]["page_size"]) == (64, 16)
-        assert sorted(each["length"] for each in row["served"]) == [96, 96, 192]
-        assert all(each["arrived"] < each["first"] < each["last"] for each in row["served"])
+        assert sorted(request["length"] for request in row["served"]) == [96, 96, 192]
+        assert all(
+            request["arrived"] < request["first"] < request["last"] for request in row["served"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -165,14 +167,16 @@ EARLIER_DEFAULTS |= {"dense_tail_blocks": 1, "typical_queries": 8, "mass_thresho
 EARLIER_DEFAULTS |= {"share_threshold": 0.05}
 EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 # folder of a committed run -> True if the command was removed
-IS_ARCHIVED = {
+IS_ARCHIVED_BY_FOLDER = {
     folder: read_provenance(folder)["experiment"] in REMOVED_COMMANDS
     for folder in RESULTS.glob("speed-*")
 }
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(x for x in IS_ARCHIVED if not IS_ARCHIVED[x]), ids=lambda path: path.name
+    "folder",
+    sorted(x for x in IS_ARCHIVED_BY_FOLDER if not IS_ARCHIVED_BY_FOLDER[x]),
+    ids=lambda path: path.name,
 )
 def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
     results = json.loads(read_file(folder / "results.json"))
@@ -223,7 +227,9 @@ def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(x for x in IS_ARCHIVED if IS_ARCHIVED[x]), ids=lambda path: path.name
+    "folder",
+    sorted(x for x in IS_ARCHIVED_BY_FOLDER if IS_ARCHIVED_BY_FOLDER[x]),
+    ids=lambda path: path.name,
 )
 def test_archived_results_render_their_report(folder):
     provenance, report = read_provenance(folder), (folder / "report.md").read_text()

@@ -28,9 +28,9 @@ def make_tiny_settings(**fields):
     return Settings(device="cpu", **{**TINY_MODEL_SIZES, **trace_fields, **fields})
 
 
-def make_served_request(length, arrived, first, last):
+def make_served_request(length, arrival_s, first_token_s, last_token_s):
     """Return a served request with the times of its arrival, first token and last token."""
-    time_fields = {"arrived": arrived, "first": first, "last": last}
+    time_fields = {"arrived": arrival_s, "first": first_token_s, "last": last_token_s}
     return {"length": length, **time_fields, "preempted": False}
 
 
@@ -64,8 +64,11 @@ def test_prompts_share_prefix_of_requested_length(num_shared_tokens):
 
 
 def test_summary_by_hand():
-    served = [make_served_request(100, 0.0, 1.0, 3.0), make_served_request(300, 1.0, 4.0, 5.0)]
-    summary = summarise_requests(served, num_new_tokens=5)
+    served_requests = [
+        make_served_request(100, 0.0, 1.0, 3.0),
+        make_served_request(300, 1.0, 4.0, 5.0),
+    ]
+    summary = summarise_requests(served_requests, num_new_tokens=5)
     assert (summary["total_s"], summary["prompt_tokens_s"], summary["output_tokens_s"]) == (
         5,
         80,
@@ -84,11 +87,11 @@ class FakeManager:
 
     def add_request(self, prompt, name, new_tokens, streaming, record_timestamps):
         assert streaming and record_timestamps
-        now = time.perf_counter()
-        for count in range(1, new_tokens + 1):
-            output = SimpleNamespace(request_id=name, error=None, created_time=now)
-            output.timestamps = [now + number for number in range(1, count + 1)]
-            output.is_finished = partial(operator.eq, count, new_tokens)
+        start_time = time.perf_counter()
+        for num_tokens in range(1, new_tokens + 1):
+            output = SimpleNamespace(request_id=name, error=None, created_time=start_time)
+            output.timestamps = [start_time + seconds for seconds in range(1, num_tokens + 1)]
+            output.is_finished = partial(operator.eq, num_tokens, new_tokens)
             self.outputs.put(output)
 
     def get_result(self, timeout):
@@ -116,14 +119,14 @@ def test_preempted_requests_are_counted():
     (row,) = Serve.rows([measure_sample(Serve, settings, settings.list_requested_cases()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
     # for preempted requests too, ``first`` is the time of the first token before the preemption
-    assert all(each["first"] < each["last"] for each in row["served"])
+    assert all(request["first"] < request["last"] for request in row["served"])
 
 
 def test_rows_are_compared_with_fastest_dense():
-    def make_sample(implementation, served, error=None):
+    def make_sample(implementation, served_requests, error=None):
         fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
         fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
-        return {"implementation": implementation, "served": served, **fields}
+        return {"implementation": implementation, "served": served_requests, **fields}
 
     samples = [
         make_sample(
@@ -150,10 +153,10 @@ def test_rows_are_compared_with_fastest_dense():
 
 @NEEDS_SERVING
 def test_generation_error_is_row_error(monkeypatch):
-    def run_out_of_memory(*_):
+    def raise_out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(batch, "attend_batch", run_out_of_memory)
+    monkeypatch.setattr(batch, "attend_batch", raise_out_of_memory)
     row = measure_sample(Serve, make_tiny_settings(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
     assert (
@@ -163,19 +166,21 @@ def test_generation_error_is_row_error(monkeypatch):
 
 
 @NEEDS_SERVING
-@pytest.mark.parametrize(("experts", "model_type"), [(0, "llama"), (4, "qwen3_moe")])
-def test_trace_is_served_with_and_without_experts(experts, model_type):
-    settings = make_tiny_settings(experts=experts, experts_per_token=2, implementations=("cab",))
+@pytest.mark.parametrize(("num_experts", "model_type"), [(0, "llama"), (4, "qwen3_moe")])
+def test_trace_is_served_with_and_without_experts(num_experts, model_type):
+    settings = make_tiny_settings(
+        experts=num_experts, experts_per_token=2, implementations=("cab",)
+    )
     assert make_random_model(settings).config.model_type == model_type
     row = measure_sample(Serve, settings, settings.list_requested_cases()[0])
     assert row["error"] is None and len(row["served"]) == 4
 
 
 def test_flops_count_experts_of_a_token():
-    def compute_mlp_flops(**experts):
-        settings = make_tiny_settings(layers=1, hidden=8, intermediate=32, **experts)
-        without_mlp = make_tiny_settings(layers=1, hidden=8, intermediate=1)
-        return (settings.count_flops(1) - without_mlp.count_flops(1)) / 2 + 3 * 8
+    def compute_mlp_flops(**expert_fields):
+        settings = make_tiny_settings(layers=1, hidden=8, intermediate=32, **expert_fields)
+        settings_with_small_mlp = make_tiny_settings(layers=1, hidden=8, intermediate=1)
+        return (settings.count_flops(1) - settings_with_small_mlp.count_flops(1)) / 2 + 3 * 8
 
     assert compute_mlp_flops() == 3 * 8 * 32
     # two experts of a token, and a router with four rows

@@ -204,10 +204,10 @@ def test_question_reuses_cropped_cache(implementation):
     with model.prepare_prefill(settings, 70, implementation, num_cached=90) as (
         call,
         attention_fields,
-        crop,
+        crop_cache,
     ):
         for _ in range(3):
-            crop()
+            crop_cache()
             output = call()
             assert output.past_key_values.get_seq_length() == 160
             torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
