@@ -56,11 +56,11 @@ def start_ranks(tmp_path):
 
     started_pools = []
 
-    def start(num_ranks, timeout=60):
-        started_pools.append(Ranks(num_ranks, tmp_path, timeout))
+    def start_pool(num_ranks, timeout_seconds=60):
+        started_pools.append(Ranks(num_ranks, tmp_path, timeout_seconds))
         return started_pools[-1]
 
-    yield start
+    yield start_pool
     for ranks in started_pools:
         ranks.close()
 

@@ -44,8 +44,8 @@ def one_layer_llama():
 
 @parametrize_family
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-@pytest.mark.parametrize(("inputs", "is_real"), MODEL_CALLS.values(), ids=MODEL_CALLS)
-def test_full_budget_equals_sdpa(family, implementation, inputs, is_real):
+@pytest.mark.parametrize(("inputs", "real_tokens"), MODEL_CALLS.values(), ids=MODEL_CALLS)
+def test_full_budget_equals_sdpa(family, implementation, inputs, real_tokens):
     if family == "llama4" and "position_ids" in inputs and is_transformers_before("5.24"):
         pytest.skip("this transformers counts the chunks of packed documents from the row's start")
     model = tiny_model(family)
@@ -53,12 +53,12 @@ def test_full_budget_equals_sdpa(family, implementation, inputs, is_real):
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
     actual = compute_logits(model, **inputs)
-    torch.testing.assert_close(actual[is_real], expected[is_real], **TOLERANCE)
+    torch.testing.assert_close(actual[real_tokens], expected[real_tokens], **TOLERANCE)
     assert torch.isfinite(actual).all()
 
 
-parametrize_packed_lengths = pytest.mark.parametrize(
-    "lengths",
+parametrize_document_lengths = pytest.mark.parametrize(
+    "document_lengths",
     [
         pytest.param((60, 90), id="two"),
         pytest.param((50, 1, 99), id="one-token"),
@@ -82,19 +82,19 @@ parametrize_packed_options = pytest.mark.parametrize(
 )
 
 
-def make_packed_inputs(lengths, use_cache, left_padding=None, right_padding=0):
+def make_packed_inputs(document_lengths, use_cache, left_padding=None, right_padding=0):
     """Return (keyword arguments of a model for packed documents, index of tokens without padding).
 
     ``left_padding`` and ``right_padding`` are numbers of padding tokens. ``left_padding`` None: no
     padding and no attention mask.
     """
-    ids = tokens(1, sum(lengths))
-    positions = make_packed_position_ids(lengths)
+    ids = tokens(1, sum(document_lengths))
+    positions = make_packed_position_ids(document_lengths)
     inputs = {"use_cache": use_cache}
     if left_padding is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
     mask = torch.cat(
-        [torch.zeros(left_padding), torch.ones(sum(lengths)), torch.zeros(right_padding)]
+        [torch.zeros(left_padding), torch.ones(sum(document_lengths)), torch.zeros(right_padding)]
     ).bool()
     # padding has random tokens and descending positions, which must not change the logits
     inputs["input_ids"] = tokens(1, len(mask), seed=5).masked_scatter(mask, ids)
@@ -103,20 +103,22 @@ def make_packed_inputs(lengths, use_cache, left_padding=None, right_padding=0):
     return inputs | {"attention_mask": mask.long().unsqueeze(0)}, mask
 
 
-@parametrize_packed_lengths
+@parametrize_document_lengths
 @parametrize_packed_options
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
 def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
-    family, implementation, lengths, packing_options
+    family, implementation, document_lengths, packing_options
 ):
     """Compare with sdpa without mask and cache, which then detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
-    expected = compute_logits(model, **make_packed_inputs(lengths, use_cache=False)[0])
+    expected = compute_logits(model, **make_packed_inputs(document_lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
-    inputs, is_real = make_packed_inputs(lengths, **packing_options)
-    torch.testing.assert_close(compute_logits(model, **inputs)[:, is_real], expected, **TOLERANCE)
+    inputs, real_tokens = make_packed_inputs(document_lengths, **packing_options)
+    torch.testing.assert_close(
+        compute_logits(model, **inputs)[:, real_tokens], expected, **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -195,22 +197,24 @@ def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, chan
     "boundary_argument", ["position_ids", "position_ids with a cache", "cu_seq_lens"]
 )
 def test_packed_logits_equal_single_document_logits(llama, boundary_argument):
-    lengths = (170, 33, 240)
-    documents = [tokens(1, document_length, seed=document_length) for document_length in lengths]
-    positions = make_packed_position_ids(lengths)
+    document_lengths = (170, 33, 240)
+    documents = [
+        tokens(1, document_length, seed=document_length) for document_length in document_lengths
+    ]
+    positions = make_packed_position_ids(document_lengths)
     inputs = {
         "input_ids": torch.cat(documents, 1),
         "use_cache": boundary_argument.endswith("cache"),
     }
     inputs["position_ids"] = positions
     if boundary_argument == "cu_seq_lens":
-        cumulative_lengths = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        cumulative_lengths = torch.tensor([0, *document_lengths]).cumsum(0).to(torch.int32)
         inputs |= {"cu_seq_lens_q": cumulative_lengths, "cu_seq_lens_k": cumulative_lengths}
         # position ids do not restart at documents: only the cumulative lengths define documents
-        inputs["position_ids"] = torch.arange(sum(lengths)).unsqueeze(0)
+        inputs["position_ids"] = torch.arange(sum(document_lengths)).unsqueeze(0)
     document_starts = [0, 170, 203]
     with cab_hf.cab(llama, SPARSE_CONFIG):
-        packed_logits = compute_logits(llama, **inputs)[0].split(lengths)
+        packed_logits = compute_logits(llama, **inputs)[0].split(document_lengths)
         for document, document_start, actual in zip(
             documents, document_starts, packed_logits, strict=True
         ):
@@ -270,20 +274,22 @@ def test_model_without_position_ids_separates_documents():
 
 
 @pytest.mark.parametrize(
-    ("cumulative_lengths", "lengths"),
+    ("cumulative_lengths", "document_lengths"),
     [
         pytest.param([0, 60, 150], [(60, 90), (60, 90)], id="ends-of-one-row"),
         pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="ends-of-all-rows"),
     ],
 )
-def test_cumulative_lengths_separate_documents_of_a_batch(llama, cumulative_lengths, lengths):
+def test_cumulative_lengths_separate_documents_of_a_batch(
+    llama, cumulative_lengths, document_lengths
+):
     ids, positions = tokens(2, 150), torch.arange(150)
     cumulative_lengths = torch.tensor(cumulative_lengths, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE_CONFIG):
         logits = compute_logits(
             llama, input_ids=ids, cu_seq_lens_q=cumulative_lengths, cu_seq_lens_k=cumulative_lengths
         )
-        for row_ids, row_logits, row_lengths in zip(ids, logits, lengths, strict=True):
+        for row_ids, row_logits, row_lengths in zip(ids, logits, document_lengths, strict=True):
             documents = zip(
                 row_ids.split(row_lengths),
                 positions.split(row_lengths),
@@ -295,12 +301,12 @@ def test_cumulative_lengths_separate_documents_of_a_batch(llama, cumulative_leng
                 torch.testing.assert_close(actual, compute_logits(llama, **inputs)[0], **TOLERANCE)
 
 
-@pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
-def test_last_chunk_below_query_block_is_dense(one_layer_llama, lengths):
+@pytest.mark.parametrize("row_lengths", [(150,), (150, 192), (128, 150)], ids=str)
+def test_last_chunk_below_query_block_is_dense(one_layer_llama, row_lengths):
     """A chunk shorter than a query block is dense, as steps of assisted decoding must be."""
-    max_length, compared_row = max(lengths), lengths.index(150)
-    ids = tokens(len(lengths), max_length)
-    mask = torch.stack([torch.arange(max_length) < row_length for row_length in lengths])
+    max_length, compared_row = max(row_lengths), row_lengths.index(150)
+    ids = tokens(len(row_lengths), max_length)
+    mask = torch.stack([torch.arange(max_length) < row_length for row_length in row_lengths])
     with (
         cab_hf.cab(one_layer_llama, SPARSE_CONFIG, redundancy=0.0, dense_tail_blocks=0),
         torch.no_grad(),
@@ -429,11 +435,11 @@ def test_windows_and_masks_unknown_to_the_layer_are_applied(
     model.set_attn_implementation(implementation)
     actual = compute_logits(model, input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **TOLERANCE)
-    described_feature = (
+    expected_text = (
         "sliding window of 40 tokens" if "sliding_window" in model_fields else "engine gather"
     )
     if implementation == "cab":
-        assert described_feature in cab_hf.describe(model, tokens=120)
+        assert expected_text in cab_hf.describe(model, tokens=120)
 
 
 def test_sequence_classification_with_right_padding():

@@ -46,13 +46,13 @@ def test_committed_points_are_ascending_and_name_their_device():
     measurements = json.loads(break_even.POINTS_FILE.read_text())
     assert set(measurements) == {"cpu", "cuda"}
     for measurement in measurements.values():
-        key_counts = [num_keys for num_keys, _ in measurement["points"]]
-        assert measurement["device"] and key_counts == sorted(set(key_counts))
+        num_keys_of_points = [num_keys for num_keys, _ in measurement["points"]]
+        assert measurement["device"] and num_keys_of_points == sorted(set(num_keys_of_points))
 
 
 def compute_route(q_length, kv_length, config=ROUTING_CONFIG, num_heads=None, **mask_fields):
     """Return the `Route` of a call with "cab"; ``mask_fields`` are further fields of `MaskInfo`."""
-    work = Workload(
+    workload = Workload(
         device="cpu",
         head_dim=16,
         dtype=torch.float32,
@@ -62,7 +62,7 @@ def compute_route(q_length, kv_length, config=ROUTING_CONFIG, num_heads=None, **
         num_heads=num_heads,
     )
     mask = MaskInfo(1, q_length, kv_length, kv_length - q_length, **mask_fields)
-    return route(mask, config, work, is_sparse=True, layer=SimpleNamespace(layer_idx=0))
+    return route(mask, config, workload, is_sparse=True, layer=SimpleNamespace(layer_idx=0))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_few_heads_raise_min_length(prompt_length, num_heads, min_length, method
 
 
 @pytest.mark.parametrize(("prompt_start", "method_family"), [(0, "sparse"), (640, "dense")])
-def test_reading_counts_queries_after_cached_tokens(prompt_start, method_family):
+def test_prompt_start_excludes_cached_tokens_from_query_count(prompt_start, method_family):
     with set_prompt(700, start=prompt_start):
         prompt = current_prompt(1, None, 700)
     assert compute_route(48, 500, prompt=prompt).method.partition("_")[0] == method_family
@@ -148,7 +148,7 @@ def test_generate_computes_short_question_densely(question_length, is_dense):
     )
 
 
-def test_points_start_at_default_min_length():
+def test_break_even_points_start_at_default_min_length():
     """Below `min_length`, attention is dense anyway, so that points there would have no effect."""
     for num_keys, num_queries in json.loads(break_even.POINTS_FILE.read_text())["cpu"]["points"]:
         assert num_keys >= CabConfig().min_length and num_queries <= num_keys

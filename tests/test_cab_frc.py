@@ -37,7 +37,7 @@ def test_cab_frc_equals_cab_with_published_config(saved_model_folder, monkeypatc
     assert CAB_FRC in IMPLEMENTATION_NAMES
     config = tiny_model().config
 
-    def compute_new_logits(implementation, **model_options):
+    def compute_logits_of_new_model(implementation, **model_options):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=implementation, **model_options
@@ -46,10 +46,10 @@ def test_cab_frc_equals_cab_with_published_config(saved_model_folder, monkeypatc
 
     # the real published config has a min_length above 700 tokens, and would be dense
     monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED_CONFIG)
-    expected = compute_new_logits("cab", cab_config=PUBLISHED_CONFIG)
-    assert torch.equal(compute_new_logits(CAB_FRC), expected)
-    assert torch.equal(compute_new_logits(CAB_FRC, cab_config=PUBLISHED_CONFIG), expected)
-    assert not torch.equal(compute_new_logits("sdpa"), expected)
+    expected = compute_logits_of_new_model("cab", cab_config=PUBLISHED_CONFIG)
+    assert torch.equal(compute_logits_of_new_model(CAB_FRC), expected)
+    assert torch.equal(compute_logits_of_new_model(CAB_FRC, cab_config=PUBLISHED_CONFIG), expected)
+    assert not torch.equal(compute_logits_of_new_model("sdpa"), expected)
 
 
 def test_cab_frc_without_config_uses_published_settings(saved_model_folder):

@@ -18,10 +18,10 @@ from cab_hf.call.mask import MaskInfo
 from cab_hf.call.packing import DocumentLength, detect_packing
 from cab_hf.predictors import RowsPredictor, register_predictor
 
-SELECTED_LAYERS = []
+SELECTING_LAYERS = []
 
 
-class FirstLayerDecides(RowsPredictor):
+class FirstLayerPredictor(RowsPredictor):
     """Predictor that selects a plan in the first layer, which all other layers reuse."""
 
     def encode_keys(self, k, valid=None, channels=()):
@@ -29,45 +29,45 @@ class FirstLayerDecides(RowsPredictor):
 
     def choose(self, q, summary, layer_context):
         if "plan" not in layer_context.shared_state:
-            SELECTED_LAYERS.append(layer_context.layer)
+            SELECTING_LAYERS.append(layer_context.layer)
             k, valid, channels = summary
             encoded_keys = super().encode_keys(k, valid, channels)
             layer_context.shared_state["plan"] = super().choose(q, encoded_keys, layer_context)
         return layer_context.shared_state["plan"]
 
 
-register_predictor("first-layer-decides", FirstLayerDecides)
+register_predictor("first-layer", FirstLayerPredictor)
 
 
 def test_plan_is_shared_within_one_forward_pass():
-    SELECTED_LAYERS.clear()
+    SELECTING_LAYERS.clear()
     model = tiny_model()
-    with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer-decides"), torch.no_grad():
+    with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer"), torch.no_grad():
         model(tokens(1, 300))
         densities = {layer_stats["density"] for layer_stats in cab_hf.stats(model, reset=True)}
-        assert SELECTED_LAYERS == [0] and len(densities) == 1
+        assert SELECTING_LAYERS == [0] and len(densities) == 1
         model(tokens(1, 300))
-    assert SELECTED_LAYERS == [0, 0]
+    assert SELECTING_LAYERS == [0, 0]
 
 
 def test_recompute_finds_shared_state_of_forward_pass():
     ids = tokens(1, 300)
     model = tiny_model().train()
 
-    with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer-decides"):
+    with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer"):
         expected = compute_gradients(model, ids)
         model.gradient_checkpointing_enable()
-        SELECTED_LAYERS.clear()
+        SELECTING_LAYERS.clear()
         for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, expected_gradient)
-        assert SELECTED_LAYERS == [0]
+        assert SELECTING_LAYERS == [0]
 
 
 class RecordingPredictor(RowsPredictor):
-    """Predictor that appends the layer index to `SELECTED_LAYERS` at each selection."""
+    """Predictor that appends the layer index to `SELECTING_LAYERS` at each selection."""
 
     def choose(self, q, summary, layer_context):
-        SELECTED_LAYERS.append(layer_context.layer)
+        SELECTING_LAYERS.append(layer_context.layer)
         return super().choose(q, summary, layer_context)
 
 
@@ -81,9 +81,9 @@ def test_recompute_reuses_plan_of_forward_pass():
     layer_indices = list(range(model.config.num_hidden_layers))
     with cab_hf.cab(model, SPARSE_CONFIG, predictor="counted"):
         for _ in range(2):
-            SELECTED_LAYERS.clear()
+            SELECTING_LAYERS.clear()
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            assert layer_indices == SELECTED_LAYERS
+            assert layer_indices == SELECTING_LAYERS
 
 
 def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
@@ -120,9 +120,9 @@ def test_layer_called_twice_selects_two_plans(has_checkpointing):
     model.model.layers[1] = model.model.layers[0]
 
     with cab_hf.cab(model, SPARSE_CONFIG, predictor="counted"):
-        SELECTED_LAYERS.clear()
+        SELECTING_LAYERS.clear()
         expected = compute_gradients(model, ids)
-        assert SELECTED_LAYERS == [0, 0, 2]
+        assert SELECTING_LAYERS == [0, 0, 2]
         if has_checkpointing:
             model.gradient_checkpointing_enable()
         for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
@@ -156,12 +156,15 @@ def test_positions_that_restart_start_documents(positions, mask_row, doc_ids):
         assert mask.doc_ids is None
     else:
         expected_doc_ids = [doc_ids, [0] * 4][:num_rows]
-        is_real = (
+        is_real_token = (
             torch.ones(num_rows, 4, dtype=torch.bool)
             if padding_mask is None
             else padding_mask.bool()
         )
-        assert mask.doc_ids[is_real].tolist() == torch.tensor(expected_doc_ids)[is_real].tolist()
+        assert (
+            mask.doc_ids[is_real_token].tolist()
+            == torch.tensor(expected_doc_ids)[is_real_token].tolist()
+        )
 
 
 def test_mask_without_padding_is_dropped():
@@ -294,9 +297,11 @@ def test_compiled_packed_documents_with_mask_raise(monkeypatch):
         make_layout(1, 4, padding_mask=doc_ids > 0, doc_ids=doc_ids)
 
 
-@pytest.mark.parametrize("has_lengths", [True, False], ids=["known-lengths", "unknown-lengths"])
 @pytest.mark.parametrize(
-    ("min_lengths", "expected_rows"),
+    "has_document_lengths", [True, False], ids=["known-lengths", "unknown-lengths"]
+)
+@pytest.mark.parametrize(
+    ("min_lengths", "expected_query_blocks"),
     [
         pytest.param({"min_queries": 0, "min_tokens": 20}, [[], []], id="none"),
         pytest.param({"min_queries": 0, "min_tokens": 21}, [[0, 1], []], id="tokens"),
@@ -305,21 +310,25 @@ def test_compiled_packed_documents_with_mask_raise(monkeypatch):
     ],
 )
 def test_query_blocks_below_min_length_belong_to_short_sequences(
-    min_lengths, expected_rows, has_lengths
+    min_lengths, expected_query_blocks, has_document_lengths
 ):
     padding_mask = torch.arange(40) >= torch.tensor([[20], [0]])
-    document_lengths = [[DocumentLength(20, 20)], [DocumentLength(40, 40)]] if has_lengths else None
+    document_lengths = (
+        [[DocumentLength(20, 20)], [DocumentLength(40, 40)]] if has_document_lengths else None
+    )
     layout = make_layout(2, 40, padding_mask=padding_mask, document_lengths=document_lengths)
-    actual_rows = layout.query_blocks_below_min_length(**min_lengths, query_block=16)
-    if has_lengths and expected_rows == [[], []]:
-        assert actual_rows is None
+    actual_query_blocks = layout.query_blocks_below_min_length(**min_lengths, query_block=16)
+    if has_document_lengths and expected_query_blocks == [[], []]:
+        assert actual_query_blocks is None
         return
     assert [
         [query_block for query_block in padded_query_blocks if query_block >= 0]
-        for padded_query_blocks in actual_rows.tolist()
-    ] == expected_rows
+        for padded_query_blocks in actual_query_blocks.tolist()
+    ] == expected_query_blocks
     # with known lengths, the result is not wider than the longest list
-    assert not has_lengths or actual_rows.shape[1] == max(map(len, expected_rows))
+    assert not has_document_lengths or actual_query_blocks.shape[1] == max(
+        map(len, expected_query_blocks)
+    )
 
 
 def test_plain_call_has_no_query_blocks_below_min_length():
@@ -382,9 +391,9 @@ def test_sliced_mask_computes_last_queries_only(
     expected = gemma(**inputs).logits
     cab_hf.apply_cab(gemma, FULL_BUDGET_CONFIG)
     gemma.set_attn_implementation(implementation)
-    is_real = token_mask[:, -logits_to_keep:]
+    is_real_token = token_mask[:, -logits_to_keep:]
     actual = gemma(**inputs).logits
-    torch.testing.assert_close(actual[is_real], expected[is_real], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual[is_real_token], expected[is_real_token], atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -413,17 +422,17 @@ def test_other_mask_slices_raise(mask_index):
         cab_mask(1, 8, 8)[mask_index]
 
 
-def make_right_padded_ids(*lengths):
-    """Return token ids [B, N] of random sequences with these lengths, right-padded with 0."""
-    max_length = max(lengths)
+def make_right_padded_ids(*row_lengths):
+    """Return random token ids [B, N], right-padded with 0; row i has ``row_lengths[i]`` tokens."""
+    max_length = max(row_lengths)
     rows = [
         F.pad(tokens(1, row_length, seed=row_length), (0, max_length - row_length))
-        for row_length in lengths
+        for row_length in row_lengths
     ]
     return torch.cat(rows)
 
 
-UNMASKED_IDS = [
+RIGHT_PADDING_CASES = [
     pytest.param(make_right_padded_ids(60, 40, 51), 1, id="rows-of-other-lengths"),
     pytest.param(make_right_padded_ids(60, 58), 0, id="two-equal-tokens"),
     pytest.param(tokens(3, 60), 0, id="rows-of-one-length"),
@@ -432,7 +441,7 @@ UNMASKED_IDS = [
 ]
 
 
-@pytest.mark.parametrize(("ids", "num_warnings"), UNMASKED_IDS)
+@pytest.mark.parametrize(("ids", "num_warnings"), RIGHT_PADDING_CASES)
 @torch.no_grad()
 def test_right_padding_without_mask_warns_once(ids, num_warnings, monkeypatch, recwarn):
     monkeypatch.setattr(checks, "_shown_warning_keys", set())

@@ -50,8 +50,8 @@ def test_compiles_without_a_graph_break(one_layer_llama, config, inputs, engine,
         torch._dynamo.reset()
         compiled_model = torch.compile(one_layer_llama, fullgraph=True, backend="aot_eager")
         actual = compute_logits(compiled_model, input_ids=ids, **inputs)
-    is_real = inputs.get("attention_mask", torch.ones(1, 130)).bool()
-    torch.testing.assert_close(actual[is_real], expected[is_real], **TOLERANCE)
+    is_real_token = inputs.get("attention_mask", torch.ones(1, 130)).bool()
+    torch.testing.assert_close(actual[is_real_token], expected[is_real_token], **TOLERANCE)
 
 
 def test_attention_without_mask_compiles_without_graph_break(one_layer_llama):
@@ -125,7 +125,7 @@ def prefill_static_cache(model, ids):
     return model(ids, past_key_values=cache).logits
 
 
-def train_step(model, ids):
+def run_training_step(model, ids):
     """Run a training step, and return the gradients of all parameters, concatenated."""
     model.zero_grad()
     with torch.enable_grad():
@@ -143,8 +143,12 @@ COMPILED_CONFIGS = {
     "cab_dense": (None, "llama"),
     "sliding": (None, "mistral-sliding"),
 }
-MODEL_FUNCTIONS = (prefill_plain, prefill_padded, prefill_static_cache, train_step)
-FAST_CASES = ("sparse-prefill_padded", "outliers-prefill_static_cache", "cab_dense-prefill_plain")
+MODEL_FUNCTIONS = (prefill_plain, prefill_padded, prefill_static_cache, run_training_step)
+FAST_CASE_NAMES = (
+    "sparse-prefill_padded",
+    "outliers-prefill_static_cache",
+    "cab_dense-prefill_plain",
+)
 CASE_NAMES = [
     f"{config_name}-{model_function.__name__}"
     for config_name in COMPILED_CONFIGS
@@ -153,11 +157,13 @@ CASE_NAMES = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", mark_slow_except(CASE_NAMES, *map(CASE_NAMES.index, FAST_CASES)))
+@pytest.mark.parametrize(
+    "case_name", mark_slow_except(CASE_NAMES, *map(CASE_NAMES.index, FAST_CASE_NAMES))
+)
 @pytest.mark.parametrize("dynamic_shapes", mark_slow_except([True, None], 0))
-def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic_shapes):
+def test_many_prompt_lengths_compile_at_most_three_graphs(case_name, dynamic_shapes):
     """Allow three graphs: one for dynamic lengths, one for the first length, one for the loss."""
-    config_name, function_name = case.split("-")
+    config_name, function_name = case_name.split("-")
     (config, family), run_model = COMPILED_CONFIGS[config_name], globals()[function_name]
     model, graphs = tiny_model(family, num_hidden_layers=1), []
     cab_hf.apply_cab(model, config or FULL_BUDGET_CONFIG)
@@ -166,7 +172,7 @@ def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic_shapes):
 
     def record_graph(graph, inputs):
         graphs.append(graph)
-        return aot_eager(graph, inputs) if run_model is train_step else graph.forward
+        return aot_eager(graph, inputs) if run_model is run_training_step else graph.forward
 
     torch._dynamo.reset()
     compiled_model = torch.compile(model, dynamic=dynamic_shapes, backend=record_graph)

@@ -25,7 +25,7 @@ CALIBRATION_ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=81
 
 
 @pytest.mark.parametrize(
-    "field, invalid_value",
+    "field_name, invalid_value",
     [
         ("query_block", 100),
         ("query_block", 0),
@@ -83,20 +83,22 @@ CALIBRATION_ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=81
         ("origin", {**CALIBRATION_ORIGIN._asdict(), "model": None}),
     ],
 )
-def test_out_of_range_value_raises_with_field_name(field, invalid_value):
-    with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as error_info:
-        CabConfig(**{field: invalid_value})
+def test_out_of_range_value_raises_with_field_name(field_name, invalid_value):
+    with pytest.raises(
+        ValueError, match=rf"CabConfig\.{field_name} must be .*, got "
+    ) as error_info:
+        CabConfig(**{field_name: invalid_value})
     assert len(str(error_info.value)) < 200
 
 
 @pytest.mark.parametrize("base_fields", [{}, CASCADE_CONFIG_FIELDS], ids=["rows", "cascade"])
-@pytest.mark.parametrize("field", FIELDS_BY_NAME)
-def test_wrong_type_raises_or_serialises(field, base_fields):
+@pytest.mark.parametrize("field_name", FIELDS_BY_NAME)
+def test_wrong_type_raises_or_serialises(field_name, base_fields):
     for invalid_value in INVALID_VALUES:
         try:
-            config = CabConfig(**{**base_fields, field: invalid_value})
+            config = CabConfig(**{**base_fields, field_name: invalid_value})
         except ValueError as error:
-            assert re.match(rf"CabConfig\.{field} (is|must be) ", str(error))
+            assert re.match(rf"CabConfig\.{field_name} (is|must be) ", str(error))
         else:
             assert CabConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -109,11 +111,11 @@ def test_head_map_must_be_a_table(head_map):
 
 @pytest.mark.parametrize("number", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
 def test_error_shows_value_of_numpy_and_torch_numbers(number):
-    field = "min_length" if isinstance(number, np.int64) else "mass_threshold"
+    field_name = "min_length" if isinstance(number, np.int64) else "mass_threshold"
     with pytest.raises(
-        ValueError, match=rf"CabConfig\.{field} must be .*, got {re.escape(repr(number))}"
+        ValueError, match=rf"CabConfig\.{field_name} must be .*, got {re.escape(repr(number))}"
     ):
-        CabConfig(**{field: number})
+        CabConfig(**{field_name: number})
 
 
 def test_default_min_length_is_16384():

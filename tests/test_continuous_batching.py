@@ -58,12 +58,12 @@ def test_full_budget_equals_dense_attention(family, implementation, batching_opt
 def test_decode_steps_read_pages_without_gather(batching_options, monkeypatch):
     """Count gathered keys: decode steps must read pages in place, and prompts gather their keys."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
-    model, gathered_counts = tiny_model(), []
+    model, num_keys_of_updates = tiny_model(), []
     expected_tokens = generate_one_by_one(model)
     original_update = cache_allocators.FullAttentionCacheAllocator.update
 
     def record_update(self, keys, values, layer, read, write):
-        gathered_counts.append((len(read), len(write)))
+        num_keys_of_updates.append((len(read), len(write)))
         # transformers calls this method with positional arguments
         return original_update(self, keys, values, layer, read, write)
 
@@ -74,14 +74,14 @@ def test_decode_steps_read_pages_without_gather(batching_options, monkeypatch):
         max_length = max(map(len, PROMPTS))
         assert all(
             num_read_keys == 0
-            for num_read_keys, num_written_keys in gathered_counts
+            for num_read_keys, num_written_keys in num_keys_of_updates
             if num_written_keys <= len(PROMPTS)
         )
         # at most two prompts are in a batch: the end of one prompt and the start of the next prompt
         assert (
             max(
                 num_read_keys - num_written_keys
-                for num_read_keys, num_written_keys in gathered_counts
+                for num_read_keys, num_written_keys in num_keys_of_updates
             )
             < 2 * max_length
         )
@@ -244,7 +244,7 @@ def test_cancelled_request_leaves_others_unchanged():
     }
 
 
-def generate_in_context(model):
+def generate_in_context_manager(model):
     """Generate with the context manager; return a list with the tokens of the first prompt."""
     with model.continuous_batching_context_manager(
         GREEDY_GENERATION_CONFIG, continuous_batching_config=make_batching_config()
@@ -256,7 +256,7 @@ def generate_in_context(model):
 # by name: function that runs continuous batching for the first prompt
 GENERATE_FUNCTIONS = {
     "generate_batch": lambda model: generate_batched(model, PROMPTS[:1]),
-    "context": generate_in_context,
+    "context": generate_in_context_manager,
 }
 
 
@@ -457,8 +457,8 @@ def collect_start_warnings(implementation, batching_options, monkeypatch):
     ("batching_options", "message"), ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES
 )
 def test_batch_or_page_size_unaligned_to_query_blocks_warns(batching_options, message, monkeypatch):
-    warnings_shown = collect_start_warnings("cab", batching_options, monkeypatch)
-    assert [warning_text.startswith(message) for warning_text in warnings_shown] == [True] * (
+    start_warnings = collect_start_warnings("cab", batching_options, monkeypatch)
+    assert [warning_text.startswith(message) for warning_text in start_warnings] == [True] * (
         message is not None
     )
     assert not collect_start_warnings("cab_dense", batching_options, monkeypatch)

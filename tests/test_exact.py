@@ -76,7 +76,7 @@ WINDOWED_MASKS = {
 def test_blockwise_window_matches_rowwise_window(mask):
     """`dense_blockwise` removes padding first, and must apply the window to the same keys."""
     q, k, v = qkv(2, q_length=mask.q_length, kv_length=120)
-    work = Workload.of(q, k, v, (128, 128))
+    workload = Workload.of(q, k, v, (128, 128))
     call = Call(
         q=q,
         k=k,
@@ -85,12 +85,14 @@ def test_blockwise_window_matches_rowwise_window(mask):
         layer=None,
         config=CabConfig(),
         is_sparse=False,
-        workload=work,
+        workload=workload,
         mask=mask,
     )
     expected, actual = dense_masked(call), dense_blockwise(call, REFERENCE)
     padding_mask = (
         torch.ones(2, 120, dtype=torch.bool) if mask.padding_mask is None else mask.padding_mask
     )
-    is_real = padding_mask[:, -mask.q_length :, None].unsqueeze(1)
-    torch.testing.assert_close(actual * is_real, expected * is_real, atol=1e-5, rtol=1e-4)
+    is_real_token = padding_mask[:, -mask.q_length :, None].unsqueeze(1)
+    torch.testing.assert_close(
+        actual * is_real_token, expected * is_real_token, atol=1e-5, rtol=1e-4
+    )

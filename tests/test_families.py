@@ -54,12 +54,13 @@ VERSION_DEPENDENT_TYPES = [
     ),
 ]
 # pattern of the error for types whose attention does not use the attention interface
-UNREACHED_PATTERN = "attn_implementation=.*[.]$"
+UNREACHED_ERROR_PATTERN = "attn_implementation=.*[.]$"
 # by type that "cab" rejects: pattern of the error
 REFUSED_TYPES = {
     **dict.fromkeys(("deepseek_v4", "doge", "minimax_m3_vl_text", "deepseek_v32"), ""),
     **dict.fromkeys(
-        ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"), UNREACHED_PATTERN
+        ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"),
+        UNREACHED_ERROR_PATTERN,
     ),
 }
 # types for which context parallelism must be exact: with experts and router loss, latent
@@ -207,7 +208,7 @@ EXACT_OUTCOME, REFUSED_OUTCOME = {"difference": 1e-5}, {"refused": "cab does not
 INEXACT_OUTCOME, FAILED_OUTCOME = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
 
 
-def make_sample(loaded_outcomes, applied_outcomes, num_layers):
+def make_result_record(loaded_outcomes, applied_outcomes, num_layers):
     """Return a result record as `examine_model_type` returns for a type.
 
     Args:
@@ -216,93 +217,108 @@ def make_sample(loaded_outcomes, applied_outcomes, num_layers):
         applied_outcomes: outcomes of the model that `copy_with_cab` returns, for the same inputs.
         num_layers: number of layers with "cab".
     """
-    sample = {"model_type": "x", "model": "X", "reads_padding": []}
+    result_record = {"model_type": "x", "model": "X", "reads_padding": []}
     for switch_name, outcomes in (("by_name", loaded_outcomes), ("applied", applied_outcomes)):
         outcome_by_input = dict(zip(("plain", "left padded"), outcomes, strict=True))
-        sample[switch_name] = {
+        result_record[switch_name] = {
             "inputs": outcome_by_input,
             "layers": num_layers,
             "sparse": num_layers,
         }
-    return sample
+    return result_record
 
 
 NAN_OUTCOME = {"difference": float("nan")}
-EXACT_STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
+EXACT_STEP_OUTCOME = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 
 
-def make_sample_over_ranks(text_outcome, packed_outcome):
+def make_result_record_over_ranks(one_sequence_outcome, packed_outcome):
     """Return a result record like that of `examine_steps_over_ranks`, for two inputs."""
     return {
         "model_type": "x",
         "model": "X",
-        "plain": {"one text": text_outcome, "packed": packed_outcome},
+        "plain": {"one text": one_sequence_outcome, "packed": packed_outcome},
     }
 
 
 # by name: (result record, expected verdict)
-SAMPLES = {
+VERDICT_CASES = {
     "exact": (
-        make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
+        make_result_record([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
         EXACT_VERDICT,
     ),
     "not-reached": (
-        make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 0),
+        make_result_record([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 0),
         NOT_REACHED_VERDICT,
     ),
     "refused": (
-        make_sample([REFUSED_OUTCOME, REFUSED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        make_result_record(
+            [REFUSED_OUTCOME, REFUSED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2
+        ),
         REFUSED_VERDICT,
     ),
     "one-input-refused": (
-        make_sample([EXACT_OUTCOME, REFUSED_OUTCOME], [EXACT_OUTCOME, REFUSED_OUTCOME], 2),
+        make_result_record([EXACT_OUTCOME, REFUSED_OUTCOME], [EXACT_OUTCOME, REFUSED_OUTCOME], 2),
         PARTLY_REFUSED_VERDICT,
     ),
     "one-switch-refused": (
-        make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        make_result_record([EXACT_OUTCOME, EXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
         PARTLY_REFUSED_VERDICT,
     ),
     "one-input-off": (
-        make_sample([EXACT_OUTCOME, INEXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        make_result_record([EXACT_OUTCOME, INEXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
         WRONG_VERDICT,
     ),
     "one-switch-fails": (
-        make_sample([FAILED_OUTCOME, FAILED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        make_result_record([FAILED_OUTCOME, FAILED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
         FAILS_VERDICT,
     ),
     "not-a-number": (
-        make_sample([EXACT_OUTCOME, NAN_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
+        make_result_record([EXACT_OUTCOME, NAN_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
         WRONG_VERDICT,
     ),
-    "ranks-exact": (make_sample_over_ranks(EXACT_STEP, EXACT_STEP), EXACT_VERDICT),
-    "ranks-refused": (make_sample_over_ranks(REFUSED_OUTCOME, REFUSED_OUTCOME), REFUSED_VERDICT),
+    "ranks-exact": (
+        make_result_record_over_ranks(EXACT_STEP_OUTCOME, EXACT_STEP_OUTCOME),
+        EXACT_VERDICT,
+    ),
+    "ranks-refused": (
+        make_result_record_over_ranks(REFUSED_OUTCOME, REFUSED_OUTCOME),
+        REFUSED_VERDICT,
+    ),
     "ranks-one-input-refused": (
-        make_sample_over_ranks(EXACT_STEP, REFUSED_OUTCOME),
+        make_result_record_over_ranks(EXACT_STEP_OUTCOME, REFUSED_OUTCOME),
         PARTLY_REFUSED_VERDICT,
     ),
     "ranks-gradients-off": (
-        make_sample_over_ranks(EXACT_STEP, {**EXACT_STEP, "gradients": 2e-5}),
+        make_result_record_over_ranks(
+            EXACT_STEP_OUTCOME, {**EXACT_STEP_OUTCOME, "gradients": 2e-5}
+        ),
         WRONG_VERDICT,
     ),
     "ranks-not-a-number": (
-        make_sample_over_ranks({**EXACT_STEP, "logits": math.inf}, EXACT_STEP),
+        make_result_record_over_ranks(
+            {**EXACT_STEP_OUTCOME, "logits": math.inf}, EXACT_STEP_OUTCOME
+        ),
         WRONG_VERDICT,
     ),
     "ranks-loss-off": (
-        make_sample_over_ranks({**EXACT_STEP, "loss": 2e-5}, EXACT_STEP),
+        make_result_record_over_ranks({**EXACT_STEP_OUTCOME, "loss": 2e-5}, EXACT_STEP_OUTCOME),
         WRONG_VERDICT,
     ),
-    "ranks-an-error": (make_sample_over_ranks(FAILED_OUTCOME, REFUSED_OUTCOME), FAILS_VERDICT),
+    "ranks-an-error": (
+        make_result_record_over_ranks(FAILED_OUTCOME, REFUSED_OUTCOME),
+        FAILS_VERDICT,
+    ),
     "ranks-not-reached": (
-        make_sample_over_ranks({**EXACT_STEP, "layers": 0}, EXACT_STEP),
+        make_result_record_over_ranks({**EXACT_STEP_OUTCOME, "layers": 0}, EXACT_STEP_OUTCOME),
         NOT_REACHED_VERDICT,
     ),
 }
 
 
-@pytest.mark.parametrize(("sample", "verdict"), SAMPLES.values(), ids=SAMPLES)
-def test_verdict_is_the_worst_outcome(sample, verdict):
-    assert make_row(sample)["verdict"] == verdict
+@pytest.mark.parametrize(("result_record", "verdict"), VERDICT_CASES.values(), ids=VERDICT_CASES)
+def test_verdict_is_the_worst_outcome(result_record, verdict):
+    assert make_row(result_record)["verdict"] == verdict
 
 
 def test_inputs_whose_padding_changes_the_model_are_not_compared():
@@ -329,13 +345,13 @@ def test_unbuildable_type_does_not_stop_sweep(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_dead_process_does_not_stop_sweep(num_ranks, monkeypatch):
-    def start_and_kill_one(function, **options):
+    def start_processes_and_kill_first(function, **options):
         process_group = start_processes(function, **options)
         process_group.processes[0].kill()
         return process_group
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_sweep, "start_processes", start_and_kill_one)
+        patch.setattr(model_sweep, "start_processes", start_processes_and_kill_first)
         expected_record = {"not_built": "its process died with exit code -9"}
         assert examine_in_processes("llama", num_ranks, 120, 24) == expected_record
     assert examine_in_processes("gemma", num_ranks, 120, 24)["model"] == "GemmaForCausalLM"
@@ -346,7 +362,7 @@ def test_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
         "llama": {
             "model": "L",
             "dtype": "float64",
-            "plain": {"one text": EXACT_STEP, "packed": EXACT_STEP},
+            "plain": {"one text": EXACT_STEP_OUTCOME, "packed": EXACT_STEP_OUTCOME},
         },
         "bamba": {"model": "B", "plain": {"one text": REFUSED_OUTCOME, "packed": REFUSED_OUTCOME}},
         "opt": {"not_built": "no reason"},

@@ -130,7 +130,7 @@ def _save_model(folder, config_fields):
     return folder
 
 
-def _save_and_load(folder, config_fields):
+def _save_and_load_model(folder, config_fields):
     """Save a model without cab_config, and load the model with ``config_fields`` as cab_config."""
     tiny_model().save_pretrained(folder)
     from_pretrained = AutoModelForCausalLM.from_pretrained
@@ -166,9 +166,11 @@ def _save_and_load(folder, config_fields):
             lambda folder, fields: cab_hf.apply_cab(tiny_model(), _save_fields(folder, fields)),
             id="file",
         ),
-        pytest.param(lambda folder, fields: _save_and_load(folder, fields), id="from_pretrained"),
         pytest.param(
-            lambda folder, fields: _save_and_load(folder, str(_save_fields(folder, fields))),
+            lambda folder, fields: _save_and_load_model(folder, fields), id="from_pretrained"
+        ),
+        pytest.param(
+            lambda folder, fields: _save_and_load_model(folder, str(_save_fields(folder, fields))),
             id="from_pretrained-file",
         ),
         pytest.param(

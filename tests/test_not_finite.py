@@ -58,10 +58,14 @@ def replace_tokens(x, token_index, non_finite_value):
 
 
 @pytest.mark.parametrize("non_finite_value", NON_FINITE_VALUES, ids=str)
-@pytest.mark.parametrize("num_cached", [pytest.param(0, id="text"), pytest.param(16, id="chunk")])
+@pytest.mark.parametrize(
+    "num_cached_keys", [pytest.param(0, id="prompt"), pytest.param(16, id="chunk")]
+)
 @pytest.mark.parametrize("config", CONFIG_CASES)
-def test_nan_key_does_not_change_selection_of_earlier_blocks(config, num_cached, non_finite_value):
-    _assert_same_earlier_selection(plan_by_reference, config, num_cached, non_finite_value)
+def test_nan_key_does_not_change_selection_of_earlier_blocks(
+    config, num_cached_keys, non_finite_value
+):
+    _assert_same_earlier_selection(plan_by_reference, config, num_cached_keys, non_finite_value)
 
 
 @pytest.mark.parametrize("config", mark_slow_except(KERNEL_CONFIG_CASES, 0))
@@ -69,22 +73,23 @@ def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
     _assert_same_earlier_selection(plan_by_kernels, config, 16, torch.nan)
 
 
-def _assert_same_earlier_selection(compute_plan, config, num_cached, non_finite_value):
+def _assert_same_earlier_selection(compute_plan, config, num_cached_keys, non_finite_value):
     """Assert that non-finite later q and k do not change the blocks of earlier query blocks.
 
-    All tokens from `FIRST_BAD_TOKEN` on are replaced. ``num_cached`` is the number of cached keys.
+    All tokens from `FIRST_BAD_TOKEN` on are replaced.
+    ``num_cached_keys`` keys precede the first query.
     """
     input_sizes = {
         "q_length": SEQUENCE_LENGTH,
-        "kv_length": SEQUENCE_LENGTH + num_cached,
+        "kv_length": SEQUENCE_LENGTH + num_cached_keys,
         "heads": 2,
         "kv_heads": 1,
     }
     q, k = random_peaked_qk(**input_sizes)
-    ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH + num_cached, "cpu")
+    ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH + num_cached_keys, "cpu")
     expected = compute_plan(config, q, k, ranges).to_dense()
     broken_q = replace_tokens(q, slice(FIRST_BAD_TOKEN, None), non_finite_value)
-    broken_k = replace_tokens(k, FIRST_BAD_TOKEN + num_cached, non_finite_value)
+    broken_k = replace_tokens(k, FIRST_BAD_TOKEN + num_cached_keys, non_finite_value)
     actual = compute_plan(config, broken_q, broken_k, ranges).to_dense()
     bad_query_block = FIRST_BAD_TOKEN // config.query_block
     assert bad_query_block > 3 and not expected[:, :, bad_query_block - 1].all()

@@ -86,7 +86,7 @@ class Features(NamedTuple):
     sink_seed: int | None = None
     softcap: float | None = None
 
-    def make_arguments(self, num_heads, dtype):
+    def make_logit_arguments(self, num_heads, dtype):
         """Return the arguments ``softcap`` and ``sinks`` of an attention function."""
         arguments = {"softcap": self.softcap}
         if self.sink_seed is not None:
@@ -132,7 +132,7 @@ class Batch(NamedTuple):
     boundary_argument: str  # arguments that describe the documents; see `draw_batches`
 
     @property
-    def arguments(self):
+    def call_arguments(self):
         """Return the arguments for `call_cab` that describe padding and documents."""
         is_token = self.doc_ids >= 0
         # treat padding as part of the previous document
@@ -274,7 +274,7 @@ def call_cab(
     q,
     k,
     v,
-    num_cached=0,
+    num_cached_keys=0,
     padding_mask=None,
     positions=None,
     cumulative_lengths=None,
@@ -289,7 +289,7 @@ def call_cab(
     Args:
         config: the CabConfig.
         q, k, v: [B, H, N, D].
-        num_cached: number of cached keys before the queries.
+        num_cached_keys: number of cached keys before the queries.
         padding_mask: padding mask, bool [B, N_k], True for tokens; None: no padding mask is passed.
         positions: position ids [B, N]; None: not passed.
         cumulative_lengths: cumulative lengths of documents; None: not passed.
@@ -307,7 +307,7 @@ def call_cab(
         q.shape[0],
         q.shape[2],
         k.shape[2],
-        q_offset=num_cached,
+        q_offset=num_cached_keys,
         attention_mask=padding_mask,
         local_size=window,
     )
@@ -387,7 +387,7 @@ def test_full_budget_equals_masked_attention(data):
     num_rows, length = batch.doc_ids.shape
     q, k, v = heads.draw_qkv(num_rows, length)
     logit_arguments, is_sparse = (
-        features.make_arguments(heads.num_heads, heads.dtype),
+        features.make_logit_arguments(heads.num_heads, heads.dtype),
         data.draw(st.booleans()),
     )
     out = call_cab(
@@ -395,7 +395,7 @@ def test_full_budget_equals_masked_attention(data):
         q,
         k,
         v,
-        **batch.arguments,
+        **batch.call_arguments,
         **logit_arguments,
         is_sparse=is_sparse,
         window=features.window,
@@ -415,8 +415,8 @@ def test_padded_and_packed_sequences_equal_single_sequences(data):
     config = data.draw(draw_config(predictor=predictor))
     num_rows, length = batch.doc_ids.shape
     q, k, v = heads.draw_qkv(num_rows, length)
-    logit_arguments = data.draw(draw_features()).make_arguments(heads.num_heads, heads.dtype)
-    out = call_cab(config, q, k, v, **batch.arguments, **logit_arguments)
+    logit_arguments = data.draw(draw_features()).make_logit_arguments(heads.num_heads, heads.dtype)
+    out = call_cab(config, q, k, v, **batch.call_arguments, **logit_arguments)
     for row, document_slots in batch.iterate_documents():
         document_q, document_k, document_v = (
             x[row : row + 1, :, document_slots] for x in (q, k, v)
@@ -437,7 +437,7 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
     nan_row, nan_slot = data.draw(st.sampled_from((batch.doc_ids >= 0).nonzero().tolist()))
     nan_head = data.draw(st.integers(0, heads.num_kv_heads - 1))
     k[nan_row, nan_head, nan_slot, data.draw(st.integers(0, heads.dim - 1))] = torch.nan
-    out = call_cab(config, q, k, v, **batch.arguments)
+    out = call_cab(config, q, k, v, **batch.call_arguments)
     row_output = out[nan_row].unflatten(1, (heads.num_kv_heads, -1))
     is_visible = batch.make_visibility_mask()[nan_row, 0]
     # leave out queries with a single key, for which PyTorch may return 0 instead of NaN
@@ -509,7 +509,7 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
                 q[:, :, chunk_slice],
                 cached_keys,
                 cached_values,
-                num_cached=chunk_start,
+                num_cached_keys=chunk_start,
                 padding_mask=padding_mask[:, : chunk_slice.stop],
             )
         )
@@ -543,7 +543,7 @@ def test_chunks_at_full_budget_equal_masked_attention(data):
     total_length = batch.doc_ids.shape[1]
     q, k, v = heads.draw_qkv(1, total_length)
     is_sparse, features = data.draw(st.booleans()), data.draw(draw_features())
-    logit_arguments = features.make_arguments(heads.num_heads, heads.dtype)
+    logit_arguments = features.make_logit_arguments(heads.num_heads, heads.dtype)
     cache, chunk_outputs, chunk_start = DynamicCache(), [], 0
     while chunk_start < total_length:
         chunk_end = min(total_length, chunk_start + data.draw(st.integers(1, 90)))
@@ -552,7 +552,7 @@ def test_chunks_at_full_budget_equal_masked_attention(data):
         )
         padding_mask = batch.doc_ids[:, :chunk_end] >= 0
         call_arguments = {
-            "num_cached": chunk_start,
+            "num_cached_keys": chunk_start,
             "padding_mask": padding_mask,
             "is_sparse": is_sparse,
             "window": features.window,

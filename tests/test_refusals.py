@@ -563,10 +563,10 @@ def test_model_with_unreadable_source_is_accepted(monkeypatch):
 
     monkeypatch.setattr(inspect, "getsource", raise_os_error)
 
-    class Notebook(LlamaForCausalLM):
+    class NotebookLlama(LlamaForCausalLM):
         pass
 
-    Notebook(config)
+    NotebookLlama(config)
 
 
 def test_vision_language_model_error_names_language_model_setting():

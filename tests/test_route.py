@@ -26,7 +26,7 @@ CPU_WORKLOAD = Workload(
 
 def compute_route(
     config=PREFILL_CONFIG,
-    sparse=True,
+    is_sparse=True,
     layer_index=0,
     q_length=300,
     kv_length=300,
@@ -38,7 +38,7 @@ def compute_route(
     """Return the `Route` of a layer for a call with one row.
 
     Args:
-        config, sparse: as in `route`.
+        config, is_sparse: as in `route`.
         layer_index: index of the layer.
         q_length, kv_length: queries and keys of the call.
         longest_document: (queries, tokens) of the longest document; None: lengths are unknown.
@@ -56,7 +56,7 @@ def compute_route(
     mask_details = MaskDetails(cache_length=cache_slots, document_lengths=document_lengths)
     mask = MaskInfo(1, q_length, kv_length, 0, **mask_fields, details=mask_details)
     layer = SimpleNamespace(layer_idx=layer_index)
-    return route(mask, config, CPU_WORKLOAD, is_sparse=sparse, layer=layer, key_index=key_index)
+    return route(mask, config, CPU_WORKLOAD, is_sparse=is_sparse, layer=layer, key_index=key_index)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def compute_route(
     [
         pytest.param({}, "sparse", None, id="sparse"),
         pytest.param({"q_length": 150}, "sparse", None, id="chunk"),
-        pytest.param({"sparse": False}, "dense", None, id="cab_dense"),
+        pytest.param({"is_sparse": False}, "dense", None, id="cab_dense"),
         pytest.param({"window": 8}, "dense_masked", "sliding window of 8 tokens", id="window"),
         pytest.param({"layer_index": 3}, "dense", "in dense_layers", id="dense-layer"),
         pytest.param({"layer_index": None}, "sparse", None, id="no-index"),
@@ -163,7 +163,7 @@ def test_exact_engine_receives_length_only_without_mask(monkeypatch, call_fields
         "choose_exact_attention",
         lambda work, *lengths: received_lengths.append(lengths) or engines.TRITON,
     )
-    actual_route = compute_route(sparse=False, **call_fields)
+    actual_route = compute_route(is_sparse=False, **call_fields)
     assert actual_route.method == "dense_blockwise" and actual_route.engine is engines.TRITON
     assert received_lengths == [expected_lengths]
 
@@ -180,4 +180,4 @@ def test_exact_engine_receives_length_only_without_mask(monkeypatch, call_fields
     ],
 )
 def test_sdpa_is_masked_unless_causal_or_single_query(call_fields, method):
-    assert compute_route(sparse=False, **call_fields).method == method
+    assert compute_route(is_sparse=False, **call_fields).method == method

@@ -75,14 +75,14 @@ def test_chunked_generate_selects_same_blocks_as_one_prefill(num_padding_tokens)
     # with this left padding, chunks end inside query blocks of row 0, which start after the padding
     mask[0, :num_padding_tokens] = 0
 
-    def generate_scores(**options):
+    def generate_scores(**generate_options):
         common_options = {
             "max_new_tokens": 4,
             "return_dict_in_generate": True,
             "output_scores": True,
         }
         output = model.generate(
-            ids, attention_mask=mask, do_sample=False, **common_options, **options
+            ids, attention_mask=mask, do_sample=False, **common_options, **generate_options
         )
         return torch.stack(output.scores, dim=1)
 
@@ -377,7 +377,7 @@ def test_answer_is_dense_in_every_call_pattern(generate_options):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-class Streamer:
+class CallbackStreamer:
     """Streamer for `generate` that calls ``callback`` when a token is generated."""
 
     def __init__(self, callback):
@@ -399,7 +399,7 @@ def make_callback_options(callback_kind, callback):
         return {"stopping_criteria": [lambda *_, **__: (callback(), criterion)[1]]}
     if callback_kind == "prefix":
         return {"prefix_allowed_tokens_fn": lambda *_: (callback(), list(range(64)))[1]}
-    return {"streamer": Streamer(callback)}
+    return {"streamer": CallbackStreamer(callback)}
 
 
 # by name: function that calls a model, from a callback inside `generate`
@@ -520,7 +520,7 @@ def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, generate_options):
     ids, mask = tokens(2, 300), torch.ones(2, 300).long()
     ids[0, :80], mask[0, :80] = 0, 0
 
-    def generate_and_prefill():
+    def generate_and_prefill_logits():
         with torch.no_grad():
             expected = model(ids, attention_mask=mask, use_cache=prompt_kind == "prefix").logits[
                 :, -1
@@ -530,11 +530,11 @@ def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, generate_options):
         ]
         return generated_logits[:: generate_options.get("num_beams", 1)], expected
 
-    actual, expected = generate_and_prefill()
+    actual, expected = generate_and_prefill_logits()
     if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
         pytest.skip("generate of this transformers drops the prefix of this PEFT")
     cab_hf.apply_cab(model, replace(SPARSE_CONFIG, mass_threshold=0.1, min_length=250))
-    actual, expected = generate_and_prefill()
+    actual, expected = generate_and_prefill_logits()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 

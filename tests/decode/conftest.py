@@ -6,16 +6,16 @@ def sparse_step_layers(monkeypatch):
     """Return a list to which every sparse decode step appends the index of its layer."""
     from cab_hf import dispatch
 
-    layers, route = [], dispatch.route
+    layer_indices, original_route = [], dispatch.route
 
     def record_route(mask, config, workload, *, layer, **route_options):
-        chosen_route = route(mask, config, workload, layer=layer, **route_options)
+        chosen_route = original_route(mask, config, workload, layer=layer, **route_options)
         if chosen_route.method == "sparse_decode":
-            layers.append(layer.layer_idx)
+            layer_indices.append(layer.layer_idx)
         return chosen_route
 
     monkeypatch.setattr(dispatch, "route", record_route)
-    return layers
+    return layer_indices
 
 
 @pytest.fixture

@@ -424,10 +424,10 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(backend_name, config_f
     dense_logits = model(ids).logits[:, 300:]
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS, **config_fields)
 
-    def run_steps(step):
+    def run_steps(forward):
         cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=320))
         model(ids[:, :300], past_key_values=cache)
-        logits = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 304)]
+        logits = [forward(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 304)]
         return torch.cat(logits, dim=1), cache.layers[0].index
 
     expected, index = run_steps(model)

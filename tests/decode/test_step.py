@@ -23,7 +23,7 @@ READ_128_KEYS_FIELDS = {"sparse_decode": True, "decode_tokens": 128}
 SCALE = 0.25
 
 
-def run_step(mask, config, layer_index, qkv):
+def run_decode_step(mask, config, layer_index, qkv):
     """Return the attention output of one sparse decode step of layer ``layer_index``."""
     q, k, v = qkv
     call = Call(
@@ -63,12 +63,12 @@ def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, anchor_heads)
         **READ_128_KEYS_FIELDS,
     )
     mask = make_mask_of_last_token()
-    run_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
+    run_decode_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
     q, k, v = qkv(q_length=1, kv_length=KV_LENGTH, seed=1)
     choice = mask.state.shared_state[SHARED_CHOICE_KEY].choice.for_layer(
         q.device, tuple(anchor_heads)
     )
-    actual = run_step(mask, config, 1, (q, k, v))
+    actual = run_decode_step(mask, config, 1, (q, k, v))
     expected = decode.attend(q, k, v, choice, scale=SCALE, length=torch.tensor([KV_LENGTH]))
     torch.testing.assert_close(actual, expected)
 
@@ -76,9 +76,9 @@ def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, anchor_heads)
 def test_anchor_with_other_head_count_raises():
     config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **READ_128_KEYS_FIELDS)
     mask = make_mask_of_last_token()
-    run_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
+    run_decode_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
     with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
-        run_step(mask, config, 1, qkv(q_length=1, kv_length=KV_LENGTH, kv_heads=3))
+        run_decode_step(mask, config, 1, qkv(q_length=1, kv_length=KV_LENGTH, kv_heads=3))
 
 
 @pytest.mark.parametrize(

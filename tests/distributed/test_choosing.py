@@ -288,11 +288,11 @@ def compute_union_of_rank(process_group, config):
 
 
 def test_ranges_of_earlier_plan_are_reused_for_same_documents_only(ranks):
-    for is_same_plan, error_message in ranks.run(2, predict_with_earlier_ranges):
+    for is_same_plan, error_message in ranks.run(2, predict_plan_with_earlier_ranges):
         assert is_same_plan and error_message.startswith("ranges must belong to the sequence of q")
 
 
-def predict_with_earlier_ranges(process_group):
+def predict_plan_with_earlier_ranges(process_group):
     """Predict with the key ranges of an earlier prediction, for the same and for other documents.
 
     Returns:

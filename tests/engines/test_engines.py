@@ -369,10 +369,10 @@ def test_flex_selects_flash_backend_by_capability(
 
 @pytest.mark.parametrize("installed_version", ["4.0.0b1", "4.0.0b37", "4.0.0"])
 def test_untested_flash_attn_version_is_unavailable(monkeypatch, installed_version):
-    why_not_installed = flash._why_not_installed.__wrapped__
+    uncached_why_not_installed = flash._why_not_installed.__wrapped__
     patch_gpu(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(flash, "version", lambda name: installed_version)
-    monkeypatch.setattr(flash, "_why_not_installed", why_not_installed)
+    monkeypatch.setattr(flash, "_why_not_installed", uncached_why_not_installed)
     expected_message = f"4.0.0b36 or later, below 4.0.0b37, not {installed_version}"
     assert expected_message in flash.unavailable(128, torch.bfloat16, 128, 64)
 

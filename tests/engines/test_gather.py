@@ -35,10 +35,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("max_logits", [1, 4096, gather.MAX_LOGITS_PER_CALL])
+@pytest.mark.parametrize("max_logits_per_call", [1, 4096, gather.MAX_LOGITS_PER_CALL])
 @pytest.mark.parametrize(("shape", "block_sizes"), CASES)
-def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, block_sizes, max_logits):
-    monkeypatch.setattr(gather, "MAX_LOGITS_PER_CALL", max_logits)
+def test_output_and_log_sum_exp_equal_reference(
+    monkeypatch, shape, block_sizes, max_logits_per_call
+):
+    monkeypatch.setattr(gather, "MAX_LOGITS_PER_CALL", max_logits_per_call)
     q, k, v, _, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
     actual = engines.GATHER.attention(q, k, v, plan, scale=0.2, return_lse=True)

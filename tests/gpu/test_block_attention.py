@@ -161,16 +161,16 @@ def test_attention_compiles_without_graph_break(gpu):
 
 def test_transpose_matches_reference(gpu):
     is_selected = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
-    lists = BlockIndices.from_dense(is_selected)
+    block_lists = BlockIndices.from_dense(is_selected)
     expected = is_selected.transpose(2, 3)
-    assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), expected)
-    column_lists = transpose.pack_columns(lists, 2000, with_slots=True)
+    assert torch.equal(transpose.transpose(block_lists, 2000).to_dense(1000), expected)
+    column_lists = transpose.pack_columns(block_lists, 2000, with_slots=True)
     assert torch.equal(column_lists.counts, expected.sum(-1, dtype=torch.int32))
     # the first query block that lists key block 77 in head 3
     head, column = 3, 77
     start = int(column_lists.starts[0, head, column])
     row, slot = int(column_lists.rows[start]), int(column_lists.slots[start])
-    assert int(lists.indices[0, head, row, slot]) == column
+    assert int(block_lists.indices[0, head, row, slot]) == column
 
 
 @pytest.mark.parametrize("head_dim", [320, 512])

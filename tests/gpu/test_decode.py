@@ -38,7 +38,7 @@ def test_captured_step_follows_growing_cache(gpu):
     index = kernels.index_keys(k, channels)
     static_q = torch.empty_like(q)
 
-    def compute_step():
+    def compute_step_output():
         # the first kernel uses programmatic dependent launch, and must wait for this copy
         static_q.copy_(q)
         choice = decode.choose(
@@ -48,15 +48,15 @@ def test_captured_step_follows_growing_cache(gpu):
 
     side_stream = torch.cuda.Stream()
     with torch.cuda.stream(side_stream):
-        compute_step()
+        compute_step_output()
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = compute_step()
+        out = compute_step_output()
     for num_written_slots in (16000, 500, 9000, 16384):
         length.fill_(num_written_slots)
         graph.replay()
-        assert torch.equal(out, compute_step())
+        assert torch.equal(out, compute_step_output())
         choice = reference.choose(
             q, index, scale=scale, length=length, num_keys=num_keys, channels=channels
         )
@@ -69,7 +69,7 @@ def test_steps_are_deterministic(gpu):
     scale, length, num_keys, channels, padding_mask, sinks = choose_args
     index = kernels.index_keys(k, channels)
 
-    def compute_step():
+    def compute_step_output():
         choice = kernels.choose(
             q,
             index,
@@ -84,7 +84,7 @@ def test_steps_are_deterministic(gpu):
             q, k, v, choice, scale=scale, length=length, padding_mask=padding_mask
         )
 
-    outs = [compute_step() for _ in range(3)]
+    outs = [compute_step_output() for _ in range(3)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 

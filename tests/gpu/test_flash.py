@@ -186,18 +186,18 @@ def test_flash_runs_in_cuda_graph(hopper_gpu, block_sizes):
     q, k, v, grad, plan = make_case(hopper_gpu, torch.bfloat16, block_sizes, **make_shape())
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def run_step():
+    def compute_out_and_gradients():
         out = FLASH.attention(q, k, v, plan, scale=0.1)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
-        expected = [x.clone() for x in run_step()]
+        expected = [x.clone() for x in compute_out_and_gradients()]
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        actual = run_step()
+        actual = compute_out_and_gradients()
     graph.replay()
     for captured_tensor, eager_tensor in zip(actual, expected, strict=True):
         torch.testing.assert_close(captured_tensor, eager_tensor, atol=0.02, rtol=0.02)

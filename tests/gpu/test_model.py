@@ -39,7 +39,7 @@ SHAPES = [
 ]
 
 
-def move_like_model(device, tensors, dtype):
+def move_with_model_strides(device, tensors, dtype):
     """Return tensors [B, H, N, D] on a device, as transposed views of [B, N, H, D] like a model."""
     return [x.transpose(1, 2).to(device, dtype).transpose(1, 2) for x in tensors]
 
@@ -47,7 +47,7 @@ def move_like_model(device, tensors, dtype):
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flex_output_matches_reference(gpu, shape, block_sizes):
-    q, k, v = move_like_model(gpu, qkv(**shape), torch.bfloat16)
+    q, k, v = move_with_model_strides(gpu, qkv(**shape), torch.bfloat16)
     plan = random_plan(q, k, block_sizes)
     assert_valid_plan(plan)
     scale = q.shape[-1] ** -0.5
@@ -63,7 +63,7 @@ def test_flex_output_matches_reference(gpu, shape, block_sizes):
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flex_gradients_match_reference(gpu, shape, block_sizes):
-    q, k, v = move_like_model(gpu, qkv(**shape), torch.bfloat16)
+    q, k, v = move_with_model_strides(gpu, qkv(**shape), torch.bfloat16)
     plan = random_plan(q, k, block_sizes)
     scale = q.shape[-1] ** -0.5
     output_gradient = torch.randn(
@@ -118,7 +118,7 @@ def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
 def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
     """Exceed dynamo's recompile limit, after which uncompiled FlexAttention would ignore lists."""
     for length in range(130, 1800, 110):
-        q, k, v = move_like_model(
+        q, k, v = move_with_model_strides(
             gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16
         )
         plan = random_plan(q, k, (128, 64), selection_probability=0.1)

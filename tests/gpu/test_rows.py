@@ -163,11 +163,11 @@ def test_selection_compiles_without_graph_break(gpu):
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True)
-    def select_compiled(q, k):
+    def select_lists(q, k):
         plan = predictor(q, k, layer_context)
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
-    full_counts, full_indices, partial_counts, partial_indices = select_compiled(q, k)
+    full_counts, full_indices, partial_counts, partial_indices = select_lists(q, k)
     plan = predictor(q, k, layer_context)
     full_lists = BlockIndices(full_counts, full_indices)
     partial_lists = BlockIndices(partial_counts, partial_indices)

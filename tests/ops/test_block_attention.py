@@ -186,14 +186,14 @@ def test_transposed_lists_equal_reference(num_rows, num_columns, monkeypatch):
     generator = torch.Generator().manual_seed(num_rows)
     is_listed = torch.rand(1, 2, num_rows, num_columns, generator=generator) < 0.3
     is_listed[0, 0] = False
-    lists = BlockIndices.from_dense(is_listed)
-    expected = lists.transpose(num_columns)
+    block_lists = BlockIndices.from_dense(is_listed)
+    expected = block_lists.transpose(num_columns)
     for max_bytes in (transpose.MAX_WIDE_LISTS_BYTES, 0):
         monkeypatch.setattr(transpose, "MAX_WIDE_LISTS_BYTES", max_bytes)
-        actual = transpose.transpose(lists, num_columns)
+        actual = transpose.transpose(block_lists, num_columns)
         assert torch.equal(actual.to_dense(num_rows), expected.to_dense(num_rows))
         assert actual.width == (num_rows if max_bytes else int(expected.counts.max()))
-    column_lists = transpose.pack_columns(lists, num_columns, with_slots=True)
+    column_lists = transpose.pack_columns(block_lists, num_columns, with_slots=True)
     assert torch.equal(column_lists.counts, expected.counts)
     for batch, plan_head, column in expected.counts.nonzero().tolist():
         start, count = (
@@ -206,9 +206,9 @@ def test_transposed_lists_equal_reference(num_rows, num_columns, monkeypatch):
             == is_listed[batch, plan_head, :, column].nonzero().flatten().tolist()
         )
         slots = column_lists.slots[start : start + count].long()
-        assert (lists.indices[batch, plan_head, column_rows.long(), slots] == column).all()
+        assert (block_lists.indices[batch, plan_head, column_rows.long(), slots] == column).all()
     lists_without_slots, num_listed = (
-        transpose.pack_columns(lists, num_columns),
+        transpose.pack_columns(block_lists, num_columns),
         int(expected.counts.sum()),
     )
     assert torch.equal(lists_without_slots.rows[:num_listed], column_lists.rows[:num_listed])
@@ -217,7 +217,9 @@ def test_transposed_lists_equal_reference(num_rows, num_columns, monkeypatch):
 
 def test_lists_of_width_1_are_widened():
     """Check that lists have at least two columns: Triton 3.6 drops a width of 1 from tuples."""
-    lists = BlockIndices(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
-    kernel_lists = BlockLists.of(lists)
+    block_lists = BlockIndices(
+        torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int()
+    )
+    kernel_lists = BlockLists.of(block_lists)
     assert kernel_lists.width == kernel_lists.indices.shape[-1] == 2
     assert kernel_lists.indices[..., 0].eq(7).all()

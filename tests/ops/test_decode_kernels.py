@@ -17,7 +17,7 @@ SAMPLE_CASES = {
     "little-of-a-sample": (6, 2, 8800, 900, 64, 64, 200, {}),
 }
 # cases that `make test` runs
-FAST_CASES = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
+FAST_CASE_NAMES = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +29,12 @@ def _fill_empty_tensors():
 
 
 @pytest.fixture(autouse=True)
-def _reduce_programs(monkeypatch):
+def _reduce_num_programs(monkeypatch):
     """Reduce the number of programs per launch, because the interpreter runs them one by one."""
     monkeypatch.setattr(attend_kernels, "TARGET_PROGRAMS", 24)
 
 
-def choose(ops_module, q, index, choose_args):
+def choose_keys(ops_module, q, index, choose_args):
     """Return the `Choice` of ``ops_module``, which is the module `kernels` or `reference`.
 
     Args:
@@ -66,7 +66,7 @@ def require_same_choice(choice, expected):
 
 
 @pytest.mark.parametrize(
-    "case_name", mark_slow_except(STEP_CASES, *map(list(STEP_CASES).index, FAST_CASES))
+    "case_name", mark_slow_except(STEP_CASES, *map(list(STEP_CASES).index, FAST_CASE_NAMES))
 )
 def test_decode_step_equals_reference(case_name, monkeypatch):
     if case_name in SAMPLE_CASES:
@@ -84,13 +84,13 @@ def test_decode_step_with_many_programs_equals_reference(monkeypatch):
 def test_unused_cache_slots_do_not_change_strided_step():
     q, k, v, choose_args = make_step(STEP_CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
-    choice = choose(kernels, q, index, choose_args)
+    choice = choose_keys(kernels, q, index, choose_args)
     # pass views of buffers with 300 more slots, so that tensors are not contiguous
     strided_k, strided_v, codes, scales = (
         torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)
     )
     assert not strided_k.is_contiguous()
-    actual = choose(kernels, q, reference.Index(codes, scales), choose_args)
+    actual = choose_keys(kernels, q, reference.Index(codes, scales), choose_args)
     require_same_choice(actual, choice)
     expected = attend(kernels, (q, k, v), choice, choose_args)
     out = attend(kernels, (q, strided_k, strided_v), actual, choose_args)
@@ -118,12 +118,12 @@ def test_sequences_in_a_shared_cache_read_their_own_slots():
 def test_nan_in_unwritten_slots_does_not_change_step():
     q, k, v, choose_args = make_step(STEP_CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
-    choice = choose(kernels, q, index, choose_args)
+    choice = choose_keys(kernels, q, index, choose_args)
     out = attend(kernels, (q, k, v), choice, choose_args)
     for x in (k, v):
         x[:, :, 1300:] = float("nan")
     index.codes[:, :, 1300:], index.scales[:, :, 1300:] = 255, float("inf")
-    actual = choose(kernels, q, index, choose_args)
+    actual = choose_keys(kernels, q, index, choose_args)
     require_same_choice(actual, choice)
     assert torch.equal(attend(kernels, (q, k, v), actual, choose_args), out)
 
@@ -135,7 +135,7 @@ def test_nan_row_does_not_change_other_rows(ops_module, tensor_name):
     for factor in (1.0, float("nan")):
         q, k, v, choose_args = make_step(STEP_CASES["few-slots"])
         (q if tensor_name == "query" else k[:, :, 50])[0] *= factor
-        choice = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
+        choice = choose_keys(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
         outputs.append((choice.to_mask()[1], attend(ops_module, (q, k, v), choice, choose_args)))
     (expected_mask, expected), (actual_mask, actual) = outputs
     assert torch.equal(actual_mask, expected_mask) and torch.equal(actual[1], expected[1])
@@ -150,10 +150,10 @@ def test_nonfinite_key_is_always_selected(ops_module, nonfinite_value, channel):
         STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
     )
     assert (3 in choose_args[3]) != (20 in choose_args[3])
-    expected = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
+    expected = choose_keys(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
     slot = int((~expected.to_mask()[1, 0, :300]).nonzero()[0])
     k[1, 0, slot, channel] = nonfinite_value
-    choice = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
+    choice = choose_keys(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
     assert choice.to_mask()[1, 0, slot] and not choice.to_mask()[..., 300:].any()
     assert torch.equal(choice.to_mask()[0], expected.to_mask()[0])
     assert torch.equal(choice.to_mask()[1, 1], expected.to_mask()[1, 1])
@@ -172,7 +172,7 @@ def test_nonfinite_query_does_not_change_selection_of_its_group(nonfinite_value)
     q[1, 1, 0, choose_args[3][0]] = nonfinite_value
     index = kernels.index_keys(k, choose_args[3])
     choice, expected = (
-        choose(ops_module, q, index, choose_args) for ops_module in (kernels, reference)
+        choose_keys(ops_module, q, index, choose_args) for ops_module in (kernels, reference)
     )
     assert torch.equal(choice.to_mask(), expected.to_mask())
     assert choice.counts[1, 0] > 150
@@ -185,7 +185,9 @@ def test_mask_over_unwritten_slots_does_not_change_step():
     index = kernels.index_keys(k, channels)
 
     def choose_and_attend(padding_mask):
-        choice = choose(kernels, q, index, (scale, length, num_keys, channels, padding_mask, None))
+        choice = choose_keys(
+            kernels, q, index, (scale, length, num_keys, channels, padding_mask, None)
+        )
         return choice, kernels.attend(
             q, k, v, choice, scale=scale, length=length, padding_mask=padding_mask
         )
@@ -215,7 +217,7 @@ def test_registered_ops_pass_opcheck():
         opcheck_tests = "test_schema", "test_faketensor"
         outcomes = torch.library.opcheck(registered_op.default, op_inputs, test_utils=opcheck_tests)
         assert set(outcomes.values()) == {"SUCCESS"}
-    expected = choose(
+    expected = choose_keys(
         kernels, q, index, (scale, length, num_keys, tuple(channels), padding_mask, None)
     )
     require_same_choice(reference.Choice(slots, counts, unread_logit), expected)

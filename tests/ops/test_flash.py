@@ -13,13 +13,13 @@ def test_wide_blocks_are_split_into_existing_tiles(length):
     q, k, _ = qkv(q_length=length)
     plan = random_plan(q, k, (128, 128), selection_probability=0.6, num_plan_heads=1)
     num_tiles = -(-length // 64)
-    for lists in (plan.partial, plan.full):
-        expected = lists.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :num_tiles]
-        actual = flash.split_key_blocks(lists, 2, num_tiles)
+    for block_lists in (plan.partial, plan.full):
+        expected = block_lists.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :num_tiles]
+        actual = flash.split_key_blocks(block_lists, 2, num_tiles)
         assert actual.width <= num_tiles
         assert torch.equal(actual.counts, expected.sum(-1))
         assert torch.equal(actual.to_dense(num_tiles), expected)
-        tile_lists = flash.transpose_to_tiles(lists, 128, 64, length)
+        tile_lists = flash.transpose_to_tiles(block_lists, 128, 64, length)
         assert torch.equal(tile_lists.to_dense(plan.q_blocks), expected.transpose(2, 3))
 
 

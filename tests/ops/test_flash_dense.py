@@ -14,15 +14,15 @@ from cab_hf.ops import Workload
 from cab_hf.ops.attention import flash_dense
 
 
-def make_workload(**fields):
-    """Return a `Workload` that flash-attn supports, except for ``fields``."""
+def make_workload(**workload_fields):
+    """Return a `Workload` that flash-attn supports, except for ``workload_fields``."""
     supported_fields = {
         "device": "cuda",
         "head_dim": 128,
         "dtype": torch.bfloat16,
         "training": False,
     }
-    return Workload(**supported_fields | {"query_block": 128, "key_block": 64} | fields)
+    return Workload(**supported_fields | {"query_block": 128, "key_block": 64} | workload_fields)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def compile_cases(chip, cases):
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def require_shared_memory(chip, kernel_sizes):
+def require_shared_memory_fits(chip, kernel_sizes):
     """Assert that the shared memory of every kernel is within the limit of the chip."""
     max_bytes = SHARED_MEMORY_KIB[chip] << 10
     assert not {
@@ -81,7 +81,7 @@ def require_shared_memory(chip, kernel_sizes):
     }
 
 
-def require_registers(chip, kernel_sizes):
+def require_small_stacks(chip, kernel_sizes):
     """Assert that the stack of every kernel, to which registers are spilled, is within limits."""
     default_max_bytes = MAX_BLACKWELL_STACK_BYTES if chip == "10.0" else MAX_STACK_BYTES
     max_bytes_by_kernel = {"_score_kernel": max(default_max_bytes, MAX_SCORE_STACK_BYTES)}
@@ -97,8 +97,8 @@ def require_registers(chip, kernel_sizes):
 
 def test_selection_and_decode_compile_for_hopper():
     kernel_sizes = compile_cases("9.0", DEFAULT_CASES)
-    require_shared_memory("9.0", kernel_sizes)
-    require_registers("9.0", kernel_sizes)
+    require_shared_memory_fits("9.0", kernel_sizes)
+    require_small_stacks("9.0", kernel_sizes)
 
 
 @pytest.mark.slow
@@ -112,14 +112,14 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(chip):
         for kernel_name in re.findall(r"^def (\w+_kernel)\(", source, re.M)
     }
     assert kernel_sizes.keys() == kernel_names
-    require_shared_memory(chip, kernel_sizes)
-    require_registers(chip, kernel_sizes)
+    require_shared_memory_fits(chip, kernel_sizes)
+    require_small_stacks(chip, kernel_sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["8.6", "9.0", "gfx942"])
 def test_large_head_dims_and_soft_caps_fit_into_shared_memory(chip):
-    require_shared_memory(chip, compile_cases(chip, SHARED_MEMORY_CASES))
+    require_shared_memory_fits(chip, compile_cases(chip, SHARED_MEMORY_CASES))
 
 
 def test_lengths_do_not_recompile_kernels():
@@ -141,7 +141,7 @@ def test_frc_compiles_for_few_and_many_columns():
         "9.0", [("launch_frc", FRC_FIELDS, "bfloat16", 128, QUERY_AND_KEY_LENGTHS)]
     )
     assert kernel_sizes.keys() == {"_largest_norm_tokens_kernel", "_select_kernel"}
-    require_shared_memory("9.0", kernel_sizes)
+    require_shared_memory_fits("9.0", kernel_sizes)
     assert (
         kernel_sizes["_largest_norm_tokens_kernel"][0] <= 2
         and kernel_sizes["_select_kernel"][0] <= 3

@@ -35,38 +35,42 @@ def _set_thresholds_for_few_blocks(monkeypatch):
     monkeypatch.setattr(anchor_calibration, "THRESHOLDS", THRESHOLDS)
 
 
-def sum_anchor_values(values, anchors):
-    """Return sum_b values[a_b][b], where a_b is the last anchor at or before layer b."""
-    return sum(values[max(a for a in anchors if a <= b)][b] for b in range(len(values)))
+def sum_anchor_values(anchor_values, anchors):
+    """Return sum_b anchor_values[a_b][b], where a_b is the last anchor at or before layer b."""
+    return sum(
+        anchor_values[max(a for a in anchors if a <= b)][b] for b in range(len(anchor_values))
+    )
 
 
 @pytest.mark.parametrize("num_layers", range(1, 11))
 def test_best_anchors_equal_exhaustive_search(num_layers):
     for seed in range(5):
         torch.manual_seed(seed)
-        values = torch.randn(num_layers, num_layers).double().tolist()
+        anchor_values = torch.randn(num_layers, num_layers).double().tolist()
         for num_anchors in range(1, num_layers + 1):
-            actual = find_best_anchors(values, num_anchors)
+            actual = find_best_anchors(anchor_values, num_anchors)
             assert (
                 len(actual) == num_anchors
                 and actual[0] == 0
                 and list(actual) == sorted(set(actual))
             )
             later_anchors = combinations(range(1, num_layers), num_anchors - 1)
-            max_total = max(sum_anchor_values(values, (0, *anchors)) for anchors in later_anchors)
-            assert sum_anchor_values(values, actual) == pytest.approx(max_total, abs=1e-12)
+            max_total = max(
+                sum_anchor_values(anchor_values, (0, *anchors)) for anchors in later_anchors
+            )
+            assert sum_anchor_values(anchor_values, actual) == pytest.approx(max_total, abs=1e-12)
 
 
 def test_best_anchors_equal_hand_computed_anchors():
-    # values[a][b]: coverage of layer b by the blocks of layer a; layers 0 and 1 are similar, and so
-    # are layers 2 and 3
-    values = [[1, 0.9, 0.1, 0.1], [0, 1, 0.2, 0.2], [0, 0, 1, 0.9], [0, 0, 0, 1]]
-    assert find_best_anchors(values, 1) == (0,)
-    assert find_best_anchors(values, 2) == (0, 2)
+    # anchor_values[a][b]: coverage of layer b by the blocks of layer a; layers 0 and 1 are similar,
+    # and so are layers 2 and 3
+    anchor_values = [[1, 0.9, 0.1, 0.1], [0, 1, 0.2, 0.2], [0, 0, 1, 0.9], [0, 0, 0, 1]]
+    assert find_best_anchors(anchor_values, 1) == (0,)
+    assert find_best_anchors(anchor_values, 2) == (0, 2)
     # of equal values, the earlier layer is selected
     assert find_best_anchors([[1.0] * 4] * 4, 3) == (0, 1, 2)
     with pytest.raises(ValueError, match="anchors must be 1 to 4, .*, got 5"):
-        find_best_anchors(values, 5)
+        find_best_anchors(anchor_values, 5)
 
 
 def measure_coverages(config, layers, importance=None):

@@ -181,8 +181,8 @@ def test_calibrating_one_model_leaves_another_unchanged():
 
 def test_calibrate_uses_eval_mode_and_restores_training_mode():
     torch.manual_seed(0)
-    shape = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 512}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), resid_pdrop=0.5, **shape))
+    model_sizes = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 512}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), resid_pdrop=0.5, **model_sizes))
     model.transformer.h[0].eval()
     is_training_before = [module.training for module in model.modules()]
     config_from_training_mode = calibrate_model(copy.deepcopy(model))

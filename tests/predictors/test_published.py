@@ -41,9 +41,9 @@ def make_coarse_tokens(logits):
     return q, k
 
 
-def select_blocks(frc, sparsity, **settings):
-    """Return a list of selected key blocks for each row of the curvature ``frc`` [M, M]."""
-    mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], sparsity, **settings)
+def select_blocks(curvature, sparsity, **settings):
+    """Return a list of selected key blocks for each row of ``curvature`` [M, M]."""
+    mask = generate_block_mask_from_frc(torch.tensor(curvature)[None, None], sparsity, **settings)
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
 
 
@@ -192,10 +192,10 @@ def test_predictor_outputs_have_no_gradient(predictor_class):
     assert not any(tensor.requires_grad for tensor in diagnostics)
 
 
-def select_adaptive_rows(frc, **settings):
-    """Return the key blocks that the adaptive predictor selects, a list per row of ``frc``."""
+def select_adaptive_rows(curvature, **settings):
+    """Return the key blocks that the adaptive predictor selects for each row of ``curvature``."""
     predictor = AdaptiveCurvaturePredictor(**{"min_keep": 0.01, "max_keep": 1.0, **settings})
-    block_mask = predictor.select(torch.tensor(frc)[None, None])
+    block_mask = predictor.select(torch.tensor(curvature)[None, None])
     return [row.nonzero().flatten().tolist() for row in block_mask[0, 0]]
 
 

@@ -23,7 +23,7 @@ LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
 MAX_DIFFERING_FRACTION = 1e-3
 
 
-def select_by_reference_and_cpu(q, k, ranges, config, **logit_options):
+def select_blocks_by_reference_and_cpu(q, k, ranges, config, **logit_options):
     """Return selected blocks, bool [B, H, M_q, M_k], by scores of the reference and of `cpu`."""
     score_options = ScoreOptions(q.shape[-1] ** -0.5, **logit_options)
     return [
@@ -56,7 +56,7 @@ def test_cpu_scores_select_blocks_of_reference(layout, config_fields, logit_opti
     q, k = random_topic_qk("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
     q, k, ranges = arrange_in_layout(layout, q, k, 32)
     config = replace(CONFIG, **config_fields)
-    expected, actual = select_by_reference_and_cpu(
+    expected, actual = select_blocks_by_reference_and_cpu(
         q, k, ranges=ranges, config=config, **logit_options
     )
     assert 0.05 < expected.float().mean() < 0.9
@@ -69,7 +69,7 @@ def test_cpu_scores_select_blocks_of_reference(layout, config_fields, logit_opti
 def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, constant_name):
     monkeypatch.setattr(cpu, constant_name, 1)
     q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
-    expected, actual = select_by_reference_and_cpu(
+    expected, actual = select_blocks_by_reference_and_cpu(
         q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
     )
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
@@ -86,7 +86,7 @@ def test_outliers_equal_reference(length, samples_per_block):
 
 def test_bfloat16_is_scored_in_float32():
     q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16)
-    expected, actual = select_by_reference_and_cpu(
+    expected, actual = select_blocks_by_reference_and_cpu(
         q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
     )
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION

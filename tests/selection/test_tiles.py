@@ -58,26 +58,26 @@ def test_chunks_cover_every_tile_once_and_fit_the_scratch(
         later_chunk.begin == earlier_chunk.end
         for later_chunk, earlier_chunk in zip(plan.chunks, plan.chunks[1:], strict=False)
     )
-    for tiles_of_kind, max_logits in zip(plan.sample_tiles, plan.scratch_logits, strict=True):
-        chunk_logits = [
-            tiles_of_kind.count_scratch_logits(plan.convert_chunk(tiles_of_kind, chunk), 32)
+    for query_tiles, max_num_logits in zip(plan.sample_tiles, plan.scratch_logits, strict=True):
+        num_logits_of_chunks = [
+            query_tiles.count_scratch_logits(plan.convert_chunk(query_tiles, chunk), 32)
             for chunk in plan.chunks
         ]
-        assert max(chunk_logits) == max_logits
+        assert max(num_logits_of_chunks) == max_num_logits
     for chunk in plan.chunks:
         num_logits = sum(
-            tiles_of_kind.count_scratch_logits(plan.convert_chunk(tiles_of_kind, chunk), 32)
-            for tiles_of_kind in plan.sample_tiles
+            query_tiles.count_scratch_logits(plan.convert_chunk(query_tiles, chunk), 32)
+            for query_tiles in plan.sample_tiles
         )
         assert 2 * num_logits <= scratch_bytes or chunk.end - chunk.begin == 1
 
 
 def test_scratch_of_a_range_is_the_sum_of_its_tiles():
-    for tiles_of_kind in make_tile_plan().sample_tiles:
+    for query_tiles in make_tile_plan().sample_tiles:
         sum_of_tiles = sum(
-            tiles_of_kind.count_columns(TileRange(tile, tile + 1)) for tile in range(3, 11)
+            query_tiles.count_columns(TileRange(tile, tile + 1)) for tile in range(3, 11)
         )
-        assert tiles_of_kind.count_columns(TileRange(3, 11)) == sum_of_tiles
+        assert query_tiles.count_columns(TileRange(3, 11)) == sum_of_tiles
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_pointers_have_smaller_tiles_than_descriptors():
 @pytest.mark.parametrize("key_stride", [1, 4, 16])
 def test_tile_is_whole_blocks_or_divides_a_block(key_block, key_stride):
     config = CabConfig(128, key_block, typical_key_stride=key_stride)
-    for tiles_of_kind in make_tile_plan(config).sample_tiles:
-        tile_keys, keys_per_block = tiles_of_kind.tile_keys, tiles_of_kind.keys_per_block
+    for query_tiles in make_tile_plan(config).sample_tiles:
+        tile_keys, keys_per_block = query_tiles.tile_keys, query_tiles.keys_per_block
         assert tile_keys % keys_per_block == 0 or keys_per_block % tile_keys == 0
         assert tile_keys & (tile_keys - 1) == 0 or tile_keys % keys_per_block == 0
-        assert tiles_of_kind.blocks_per_step == max(1, tile_keys // keys_per_block)
-        assert tile_keys % tiles_of_kind.keys_per_run == 0
+        assert query_tiles.blocks_per_step == max(1, tile_keys // keys_per_block)
+        assert tile_keys % query_tiles.keys_per_run == 0
 
 
 def test_plan_without_outliers_has_tiles_of_typical_queries_only():
