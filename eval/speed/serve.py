@@ -261,10 +261,11 @@ class Serve(runner.Speed):
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Return a table over all requests, a table by length, and remarks."""
+        """Return a table over all requests, a table by length if any were served, and remarks."""
+        rows_by_length = summarise_by_length(rows)
         return {
             "All requests": cls.make_table(rows),
-            "By length": format_table(summarise_by_length(rows)),
+            **({"By length": format_table(rows_by_length)} if rows_by_length else {}),
             **cls.make_remarks_table([{**row, "length": row["longest"]} for row in rows]),
         }
 

@@ -122,12 +122,20 @@ def test_preempted_requests_are_counted():
     assert all(request["first"] < request["last"] for request in row["served"])
 
 
-def test_rows_are_compared_with_fastest_dense():
-    def make_sample(implementation, served_requests, error=None):
-        fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
-        fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
-        return {"implementation": implementation, "served": served_requests, **fields}
+def make_sample(implementation, served_requests, error=None):
+    """Return a sample of a run; ``served_requests`` is None if the run failed with ``error``."""
+    fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
+    fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
+    return {"implementation": implementation, "served": served_requests, **fields}
 
+
+def test_tables_without_served_request_show_errors():
+    rows = Serve.rows([make_sample("cab", None, error="out of memory")], {})
+    assert "By length" not in Serve.tables(rows)
+    assert "out of memory" in format_tables(Serve, rows)
+
+
+def test_rows_are_compared_with_fastest_dense():
     samples = [
         make_sample(
             "sdpa",
