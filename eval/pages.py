@@ -115,19 +115,10 @@ FRONT_FOLDERS = (
     "fidelity-front-typical-131k",
     "fidelity-strided-32k",
     "fidelity-strided-131k",
+    "fidelity-front-strided-131k",
 )
-CHOSEN_SETTINGS = (
-    "dense",
-    "default",
-    "mass_threshold=0.002",
-    "earlier default",
-    "earlier default, mass_threshold=0.00125",
-    "earlier default, typical_queries=16",
-    "earlier default, exact_queries=8",
-    "earlier default, dense_tail_blocks=4",
-    "earlier default, query_block=256",
-    "earlier default, anchors=[0, 3, 8, 17, 23], mass_threshold=0.0062, predictor=cascade",
-)
+# today's default, and settings that change one or two fields of it, at 131,072 tokens
+CHOICE_FOLDERS = ("fidelity-strided-131k", "fidelity-front-strided-131k")
 
 
 def average_texts(rows: DataFrame) -> DataFrame:
@@ -193,12 +184,11 @@ def front_of_wide_heads(rows: DataFrame) -> DataFrame:
     return _make_front_table(average_texts(rows))
 
 
-@register_table(FRONT_FOLDERS)
+@register_table(CHOICE_FOLDERS)
 def choices(rows: DataFrame) -> DataFrame:
     rows = average_texts(rows)
-    return _make_front_table(
-        rows[(rows["length"] == 32_768) & rows["setting"].isin(CHOSEN_SETTINGS)]
-    )
+    names = "length setting density predict_ms attend_ms continuation.kl"
+    return make_table(rows, f"{names} asked.share recall.share recall_border.share")
 
 
 @register_sentence("fidelity-cascade-32k")
@@ -221,15 +211,22 @@ def _find_default_runs(results: Path) -> list[Results]:
 def models(rows: DataFrame) -> DataFrame:
     # models of the same name may have different weights
     weight_hashes = get_setting(rows, "model_sha256").fillna("")
-    rows = rows.assign(model=get_setting(rows, "model"), weights=weight_hashes)
-    rows = rows.sort_values(["model", "length"], kind="stable")
-    key_columns = ["model", "weights", "length"]
+    is_earlier = rows["run"].map(
+        lambda run: any(map(is_from_earlier_version, run["settings"]["cab_configs"].values()))
+    )
+    rows = rows.assign(
+        model=get_setting(rows, "model"),
+        weights=weight_hashes,
+        default=is_earlier.map({True: "earlier", False: "today's"}),
+    )
+    rows = rows.sort_values(["model", "length", "default"], kind="stable")
+    key_columns = ["model", "weights", "length", "default"]
     num_texts = rows[rows["method"] == "cab"].groupby(key_columns)["text"].nunique().rename("texts")
     rows = merge_methods(rows, "cab", "method", key_columns).merge(
         num_texts.reset_index(), on=key_columns
     )
     rows["kl"] = format_pairs(rows, "continuation.kl", "full.continuation.kl", format_digits)
-    column_names = "model length texts density over_dense kl"
+    column_names = "model length default texts density over_dense kl"
     column_names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
     return make_table(rows, column_names, kl="KL (noise)")
 
@@ -366,6 +363,28 @@ def served(rows: DataFrame) -> DataFrame:
 @register_table(["speed-serve-vllm", "speed-serve-vllm-short"])
 def served_by_vllm(rows: DataFrame) -> DataFrame:
     return _make_serving_table(rows)
+
+
+@register_table(["speed-serve-vllm-qwen3", "speed-serve-vllm-qwen3-262k", "speed-serve-vllm-fp8"])
+def first_tokens_in_vllm(rows: DataFrame) -> DataFrame:
+    has_experts = get_setting(rows, "experts") > 0
+    has_fp8_weights = get_setting(rows, "quantization") == "fp8"
+    rows = rows.assign(
+        shape=has_experts.map({True: "Qwen3-30B-A3B", False: "LLaMA-3-8B"})
+        + has_fp8_weights.map({True: ", FP8 weights", False: ""}),
+        chunk=get_setting(rows, "batch_tokens"),
+    )
+    rows = merge_methods(rows, "cab", "implementation", ["folder", "shape", "longest", "chunk"])
+    return make_table(
+        rows,
+        "shape longest chunk vllm.ttft_p50 ttft_p50 ttft_over_best density",
+        **{
+            "longest": "tokens",
+            "vllm.ttft_p50": "vLLM, s",
+            "ttft_p50": "vLLM with CAB, s",
+            "ttft_over_best": "speed-up",
+        },
+    )
 
 
 @register_sentence("speed-serve-vllm")
