@@ -41,7 +41,7 @@ from cab_hf.finetune.cost_model import GIB
 from cab_hf.hf.fit import max_positions
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.selection.compact import MAX_LIST_BYTES
-from cab_hf.selection.tiles import MAX_SCRATCH_BYTES
+from cab_hf.selection.tiles import compute_max_scratch_bytes
 
 DYNAMIC_CACHE, STATIC_CACHE, OFFLOADED_CACHE = CACHE_KINDS = ("dynamic", "static", "offloaded")
 # name of an attention function that counts bytes and computes nothing
@@ -327,7 +327,7 @@ class MemoryModel:
         return (
             key_bytes
             + num_q_blocks * bytes_per_q_block
-            + max(min(scratch_bytes, MAX_SCRATCH_BYTES), list_bytes)
+            + max(min(scratch_bytes, compute_max_scratch_bytes(length)), list_bytes)
         )
 
     def find_longest_prompt(

@@ -44,8 +44,11 @@ MAX_IN_FLIGHT_BYTES = 96 << 10
 # size of the keys, in bytes, that fits into the L2 cache of a GPU. If the keys are larger, programs
 # that run at the same time process the same few heads
 MAX_CACHED_KEY_BYTES = 32 << 20
-# largest scratch of a chunk, in bytes
+# largest scratch of a chunk, in bytes, for at most `MAX_KEYS_WITH_SMALL_SCRATCH` keys. For more
+# keys, the limit is proportional to the number of keys, as the scratch of a program is. With a
+# constant limit, a chunk would have too few programs for all multiprocessors
 MAX_SCRATCH_BYTES = 1152 << 20
+MAX_KEYS_WITH_SMALL_SCRATCH = 262144
 # threads that share a row of a matrix product in the register layout of tensor cores
 LANES_PER_ROW = 4
 # adjacent columns of a row that these threads hold, two columns per thread
@@ -252,6 +255,7 @@ def plan_tiles(
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
         num_heads=num_heads,
         scratch_dtype=scratch_dtype,
+        max_scratch_bytes=compute_max_scratch_bytes(kv_length),
     )
     total_key_bytes = num_kv_heads * kv_length * sum(channel_widths) * dtype.itemsize
     return TilePlan(
@@ -337,8 +341,9 @@ def _split_into_chunks(
     q_blocks_per_chunk_tile: int,
     num_heads: int,
     scratch_dtype: torch.dtype,
+    max_scratch_bytes: int,
 ) -> tuple[tuple[TileRange, ...], tuple[int, ...]]:
-    """Cut the tiles of a head into chunks whose scratch has at most `MAX_SCRATCH_BYTES`.
+    """Cut the tiles of a head into chunks whose scratch has at most ``max_scratch_bytes``.
 
     A chunk has at least one tile, even if the scratch of this tile is larger.
 
@@ -359,7 +364,7 @@ def _split_into_chunks(
 
     def fits_scratch(first_tile: int, end_tile: int) -> bool:
         num_bytes = sum(count_logits_per_kind(first_tile, end_tile)) * scratch_dtype.itemsize
-        return first_tile + 1 == end_tile or num_bytes <= MAX_SCRATCH_BYTES
+        return first_tile + 1 == end_tile or num_bytes <= max_scratch_bytes
 
     # from the last tile to the first: each chunk begins as early as its scratch allows
     chunk_ends = [triton.cdiv(q_blocks, q_blocks_per_chunk_tile)]
@@ -375,6 +380,18 @@ def _split_into_chunks(
         for kind in range(len(sample_tiles))
     )
     return chunks, tuple(max_logits_per_kind)
+
+
+def compute_max_scratch_bytes(kv_length: int) -> int:
+    """Return the largest scratch of a chunk, in bytes, for ``kv_length`` keys per batch row.
+
+    The number of programs of a chunk is constant from `MAX_KEYS_WITH_SMALL_SCRATCH` keys on.
+    """
+    return (
+        MAX_SCRATCH_BYTES
+        * max(kv_length, MAX_KEYS_WITH_SMALL_SCRATCH)
+        // (MAX_KEYS_WITH_SMALL_SCRATCH)
+    )
 
 
 def compute_channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:

@@ -72,6 +72,12 @@ def test_chunks_cover_every_tile_once_and_fit_the_scratch(
         assert 2 * num_logits <= scratch_bytes or chunk.end - chunk.begin == 1
 
 
+@pytest.mark.parametrize(("length", "expected_mib"), [(8_192, 100), (262_144, 100), (2**20, 400)])
+def test_scratch_grows_with_keys_of_very_long_sequences(length, expected_mib, monkeypatch):
+    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 100 << 20)
+    assert tiles.compute_max_scratch_bytes(length) == expected_mib << 20
+
+
 def test_scratch_of_a_range_is_the_sum_of_its_tiles():
     for query_tiles in make_tile_plan().sample_tiles:
         sum_of_tiles = sum(
