@@ -166,15 +166,17 @@ class CabConfig:
             fewer than ``query_block`` queries have no tail. Default 2.
         outlier_queries: Queries per block that are selected by farthest-point sampling
             (`reference.sample_outlier_queries`) and scored on half of the channels of every key.
-            Outlier queries detect keys that very few queries of a block attend to. 0, or a power of
-            two that divides ``query_block``. Default 16.
+            Outlier queries detect keys that very few queries of a block attend to. Rows with more
+            than 262,144 visible keys have half as many. 0, or a power of two that divides
+            ``query_block``. Default 16.
         typical_queries: Queries per block that are sampled at equal steps and scored on all
             channels of every ``typical_key_stride``-th key. Typical queries represent the queries
             that are not outliers. A power of two that divides ``query_block``. If the default does
             not divide ``query_block``, the largest power of two that divides both is used. Default
             32.
         typical_key_stride: Distance between the keys that typical queries are scored on, in tokens.
-            A power of two that divides ``key_block``; 1 scores every key. Default 4.
+            Twice the distance for rows with more than 262,144 visible keys. A power of two that
+            divides ``key_block``; 1 scores every key. Default 4.
         mass_threshold: A block is selected if it receives at least this share of the attention,
             averaged over the scored queries of a row. In [0, 1]; 0 selects every block, which is
             exact attention. For rows with more than 32,768 visible keys, the threshold is

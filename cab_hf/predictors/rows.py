@@ -31,7 +31,9 @@ class RowsPredictor(Predictor):
 
     Of each query block, ``config.outlier_queries`` queries are scored on ``LayerContext.channels``
     of every key, and ``config.typical_queries`` queries are scored on all channels of every
-    ``config.typical_key_stride``-th key. Sinks take part in the softmax but are never selected.
+    ``config.typical_key_stride``-th key. Query blocks with very many visible keys have a smaller
+    sample (`cab_hf.selection.reference.shrink_sample`). Sinks take part in the softmax but are
+    never selected.
     """
 
     def encode_keys(

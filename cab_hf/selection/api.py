@@ -222,7 +222,8 @@ def _select_by_kernels(
     """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`.
 
     If ``config.max_density`` is below 1, heads are processed in several groups, because the scores
-    of all heads can exceed the memory.
+    of all heads can exceed the memory. Query blocks with more visible keys than
+    `reference.MAX_KEYS_AT_FULL_SAMPLE` are scored in a second pass, with a smaller sample.
     """
     # imported here, so that models on a CPU run without Triton
     from cab_hf.ops import launch
@@ -232,6 +233,7 @@ def _select_by_kernels(
     with launch.on_device_of(q):
         selection_rules = threshold.SelectionRules.create(keys.exponents, ranges, config)
         bitmap = threshold.Bitmap.allocate(selection_rules, num_heads)
+        sample_passes = threshold.split_by_sample(selection_rules, ranges, config)
         is_capped = config.max_density < 1
         capped_lists = (
             compact.CappedLists.allocate(bitmap, selection_rules, ranges, config)
@@ -244,38 +246,39 @@ def _select_by_kernels(
             scores = (
                 compact.allocate_scores(bitmap, selection_rules, head_range) if is_capped else None
             )
-            samples = gather.sample_queries(
-                q,
-                ranges=ranges,
-                config=config,
-                head_range=head_range,
-                scale=score_options.scale,
-                channels=score_options.channels,
-                dtype=keys.values.dtype,
-            )
-            tile_plan = tiles.plan_tiles(
-                config,
-                q_length=q_length,
-                kv_length=kv_length,
-                num_heads=head_range.num_heads,
-                num_kv_heads=batch * keys.kv_heads,
-                channel_widths=tiles.compute_channel_widths(score_options.channels, head_dim),
-                dtype=keys.values.dtype,
-                is_whole_sequence=q_length == kv_length and ranges.consecutive,
-                has_descriptors=launch.reads_by_descriptor(q.device),
-            )
-            threshold.fill_bitmap(
-                bitmap=bitmap,
-                samples=samples,
-                stored_keys=keys.values,
-                key_scale_exponents=keys.exponents,
-                tile_plan=tile_plan,
-                selection_rules=selection_rules,
-                head_range=head_range,
-                config=config,
-                scores=scores,
-                score_options=score_options,
-            )
+            for sample_pass in sample_passes:
+                samples = gather.sample_queries(
+                    q,
+                    ranges=sample_pass.ranges,
+                    config=sample_pass.config,
+                    head_range=head_range,
+                    scale=score_options.scale,
+                    channels=score_options.channels,
+                    dtype=keys.values.dtype,
+                )
+                tile_plan = tiles.plan_tiles(
+                    sample_pass.config,
+                    q_length=q_length,
+                    kv_length=kv_length,
+                    num_heads=head_range.num_heads,
+                    num_kv_heads=batch * keys.kv_heads,
+                    channel_widths=tiles.compute_channel_widths(score_options.channels, head_dim),
+                    dtype=keys.values.dtype,
+                    is_whole_sequence=q_length == kv_length and ranges.consecutive,
+                    has_descriptors=launch.reads_by_descriptor(q.device),
+                )
+                threshold.fill_bitmap(
+                    bitmap=bitmap,
+                    samples=samples,
+                    stored_keys=keys.values,
+                    key_scale_exponents=keys.exponents,
+                    tile_plan=tile_plan,
+                    selection_rules=selection_rules,
+                    head_range=head_range,
+                    sample_pass=sample_pass,
+                    scores=scores,
+                    score_options=score_options,
+                )
             if is_capped:
                 compact.fill_capped_lists(
                     capped_lists,

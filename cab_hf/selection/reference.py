@@ -13,9 +13,12 @@ For query block m, sampled query i of block m, key block j and sampled key n of 
                      or block j is forced or marked
 
 The sampled queries of a block are outlier queries (`sample_outlier_queries`) and typical queries
-(`sample_typical_queries`). A query block attends to its *forced* blocks regardless of scores: sink
-blocks, local blocks and the blocks of its own positions. In the dense tail of a sequence all
-visible blocks are forced. A *marked* block contains a key with NaN or an infinity.
+(`sample_typical_queries`). Query blocks with more than `MAX_KEYS_AT_FULL_SAMPLE` visible keys have
+a smaller sample (`shrink_sample`).
+
+A query block attends to its *forced* blocks regardless of scores: sink blocks, local blocks and the
+blocks of its own positions. In the dense tail of a sequence all visible blocks are forced. A
+*marked* block contains a key with NaN or an infinity.
 
 Shapes: q [B, H, N_q, D], k [B, H_kv, N_k, D]. M_q is the number of query blocks, M_k the number of
 key blocks. All scores and shares are float32.
@@ -23,10 +26,11 @@ key blocks. All scores and shares are float32.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +43,8 @@ from cab_hf.plan import KeyRanges, block_visibility
 # query blocks with more visible keys than this spread their attention over more blocks: above this
 # number, the mass threshold is inversely proportional to the number of keys
 MAX_KEYS_AT_FULL_THRESHOLD = 32768
+# query blocks with more visible keys than this have a smaller sample, see `shrink_sample`
+MAX_KEYS_AT_FULL_SAMPLE = 262144
 # cosine similarities are rounded to multiples of 1 / COSINE_STEPS, so that they fit a signed byte
 COSINE_STEPS = 127.0
 # rounded similarity of padding: larger than every cosine, so that padding is sampled last
@@ -67,6 +73,23 @@ class ScoreOptions(NamedTuple):
     channels: tuple[int, ...] = ()
     sinks: Tensor | None = None
     softcap: float | None = None
+
+
+def shrink_sample(config: CabConfig) -> CabConfig:
+    """Return the settings of query blocks with more than `MAX_KEYS_AT_FULL_SAMPLE` visible keys.
+
+    Half of the outlier queries are scored, and typical queries are scored on half of the keys. Thus
+    a pair of a query block and a key block costs half as many products. The smaller sample is a
+    part of the full sample, because farthest-point samples are nested: the first n points of a
+    sample are the sample of n points.
+
+    One outlier query remains if ``config`` has one, and one key per key block.
+    """
+    return dataclasses.replace(
+        config,
+        outlier_queries=config.outlier_queries - config.outlier_queries // 2,
+        typical_key_stride=min(2 * config.typical_key_stride, config.key_block),
+    )
 
 
 def select_blocks(
@@ -144,7 +167,8 @@ def compute_block_scores(
     # on a GPU, replace always: to read the condition would synchronise with the device
     if k.device.type != "cpu" or bool(is_nonfinite_key.any()):
         k = k.masked_fill(is_nonfinite_key.unsqueeze(-1), 0.0)
-    scores = (sampled_scores_fn or compute_sampled_scores)(
+    scores = _compute_scores_by_sample(
+        sampled_scores_fn or compute_sampled_scores,
         q,
         k,
         ranges=ranges,
@@ -160,6 +184,47 @@ def compute_block_scores(
     return scores.masked_fill_(is_always_selected, torch.inf).masked_fill_(
         ~is_visible.unsqueeze(1), -1.0
     )
+
+
+def _compute_scores_by_sample(
+    sampled_scores_fn: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    config: CabConfig,
+    *,
+    is_visible: Tensor,
+    is_forced: Tensor,
+    **arguments: Any,
+) -> Tensor:
+    """Compute the scores of each query block with its sample: the full one, or `shrink_sample`.
+
+    Args:
+        sampled_scores_fn: `compute_sampled_scores` or a replacement, which is called once for each
+            of the two samples. All blocks of the other query blocks are passed as forced.
+        q, k, config, is_visible, is_forced: As in `compute_sampled_scores`.
+        arguments: Further arguments of `compute_sampled_scores`.
+    """
+    if k.shape[2] <= MAX_KEYS_AT_FULL_SAMPLE:
+        return sampled_scores_fn(
+            q, k, config=config, is_visible=is_visible, is_forced=is_forced, **arguments
+        )
+    num_visible_keys = config.key_block * is_visible.sum(-1, keepdim=True)
+    has_small_sample = num_visible_keys > MAX_KEYS_AT_FULL_SAMPLE
+    scores, small_sample_scores = (
+        sampled_scores_fn(
+            q,
+            k,
+            config=sample_config,
+            is_visible=is_visible,
+            is_forced=is_forced | is_other_sample,
+            **arguments,
+        )
+        for sample_config, is_other_sample in (
+            (config, has_small_sample),
+            (shrink_sample(config), ~has_small_sample),
+        )
+    )
+    return torch.where(has_small_sample.unsqueeze(1), small_sample_scores, scores)
 
 
 def compute_sampled_scores(

@@ -8,6 +8,7 @@ programs to hide these waits.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import triton
@@ -48,6 +49,8 @@ UNSPECIALIZED_THRESHOLD_ARGUMENTS = [
     "kv_blocks",
     "num_words",
     "block_bounds_stride",
+    "min_visible_blocks",
+    "max_visible_blocks",
     "typical_columns_per_head",
     "outlier_columns_per_head",
     "typical_columns_per_tile",
@@ -100,6 +103,62 @@ class SelectionRules(NamedTuple):
         )
 
 
+class SamplePass(NamedTuple):
+    """The query blocks that are scored with one sample: the full or the smaller one.
+
+    Attributes:
+        config: Settings of the sample.
+        ranges: Keys that each query may attend to. The queries of all other query blocks are
+            padding here, so that they are not sampled.
+        min_visible_blocks: Smallest number of visible key blocks of a query block of the pass.
+        max_visible_blocks: Largest number of visible key blocks of a query block of the pass.
+    """
+
+    config: CabConfig
+    ranges: KeyRanges
+    min_visible_blocks: int
+    max_visible_blocks: int
+
+
+def split_by_sample(
+    selection_rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+) -> list[SamplePass]:
+    """Return a pass for the full sample, and one for `reference.shrink_sample` if it may be needed.
+
+    Args:
+        selection_rules: Its ``block_bounds`` contain the visible blocks of each query block.
+        ranges: Keys that each query may attend to.
+        config: Settings of the full sample.
+    """
+    kv_blocks = selection_rules.marked_blocks.shape[2]
+    max_full_sample_blocks = reference.MAX_KEYS_AT_FULL_SAMPLE // config.key_block
+    if kv_blocks <= max_full_sample_blocks:
+        return [SamplePass(config, ranges, min_visible_blocks=0, max_visible_blocks=kv_blocks)]
+    first_visible, last_visible = selection_rules.block_bounds[:2]
+    has_small_sample = last_visible - first_visible + 1 > max_full_sample_blocks
+    # [B, N_q]: the size of the sample of each query
+    has_small_sample = has_small_sample.repeat_interleave(config.query_block, dim=1)
+    has_small_sample = has_small_sample[:, : ranges.q_length]
+    full_sample_ranges, small_sample_ranges = (
+        dataclasses.replace(ranges, end=ranges.end.masked_fill(is_other_sample, -1))
+        for is_other_sample in (has_small_sample, ~has_small_sample)
+    )
+    return [
+        SamplePass(
+            config,
+            full_sample_ranges,
+            min_visible_blocks=0,
+            max_visible_blocks=max_full_sample_blocks,
+        ),
+        SamplePass(
+            reference.shrink_sample(config),
+            small_sample_ranges,
+            min_visible_blocks=max_full_sample_blocks + 1,
+            max_visible_blocks=kv_blocks,
+        ),
+    ]
+
+
 class Bitmap(NamedTuple):
     """The selected key blocks of every query block of every head, one bit per key block.
 
@@ -130,26 +189,29 @@ def fill_bitmap(
     tile_plan: TilePlan,
     selection_rules: SelectionRules,
     head_range: HeadRange,
-    config: CabConfig,
+    sample_pass: SamplePass,
     scores: Tensor | None,
     score_options: ScoreOptions,
 ) -> None:
     """Score the samples of a group of heads and write their bits to ``bitmap``, chunk by chunk.
 
+    Only the bits of the query blocks of ``sample_pass`` are written.
+
     Args:
         bitmap: Bitmap of all heads, which receives the bits.
-        samples: Result of `gather.sample_queries`.
+        samples: Result of `gather.sample_queries` for ``sample_pass``.
         stored_keys: Stored keys [B, H_kv, N_k, C].
         key_scale_exponents: int8 [B, H_kv, N_k, 1], exponents of the stored keys.
         tile_plan: Sizes of the launches.
         selection_rules: Blocks that are selected regardless of scores.
         head_range: Heads of the samples.
-        config: Settings of the selection.
+        sample_pass: The query blocks that are scored, and their settings.
         scores: float32 [heads, M_q, M_k], receives the scores, see `threshold_blocks`; None for no
             scores.
         score_options: Parameters of the logits; ``sinks`` and ``softcap`` are used.
     """
-    scorings = prepare_scoring(samples, stored_keys, tile_plan, config.key_block)
+    key_block = sample_pass.config.key_block
+    scorings = prepare_scoring(samples, stored_keys, tile_plan, key_block)
     flat_exponents = (
         KeyScaleExponents.flatten(key_scale_exponents) if stored_keys.dtype == FP8 else None
     )
@@ -163,7 +225,7 @@ def fill_bitmap(
                 tile_plan=tile_plan,
                 chunk=chunk,
                 head_range=head_range,
-                key_block=config.key_block,
+                key_block=key_block,
                 sinks=score_options.sinks,
                 softcap=softcap,
             )
@@ -174,7 +236,7 @@ def fill_bitmap(
             head_range=head_range,
             selection_rules=selection_rules,
             bitmap=bitmap,
-            config=config,
+            sample_pass=sample_pass,
             scores=scores,
             softcap=softcap,
         )
@@ -188,11 +250,13 @@ def threshold_blocks(
     head_range: HeadRange,
     selection_rules: SelectionRules,
     bitmap: Bitmap,
-    config: CabConfig,
+    sample_pass: SamplePass,
     scores: Tensor | None,
     softcap: float | None,
 ) -> None:
     """Write the bits and counts of the query blocks of one chunk of tiles to ``bitmap``.
+
+    Query blocks that do not belong to ``sample_pass`` are skipped.
 
     Args:
         scorings: Scored typical queries, then scored outlier queries if there are any.
@@ -201,11 +265,12 @@ def threshold_blocks(
         head_range: Heads of the samples.
         selection_rules: Blocks that are selected regardless of scores.
         bitmap: Bitmap of all heads, which receives the bits.
-        config: Settings of the selection.
+        sample_pass: The query blocks that are scored, and their settings.
         scores: float32 [heads, M_q, M_k], receives `reference.compute_block_scores` of the visible
             blocks. The scores of forced blocks are arbitrary. None for no scores.
         softcap: Soft cap of logits to base two; None for no cap.
     """
+    config = sample_pass.config
     typical_scoring, outlier_scoring = scorings[0], scorings[-1]
     typical_tiles, outlier_tiles = typical_scoring.tiles, outlier_scoring.tiles
     first_q_block = chunk.begin * tile_plan.q_blocks_per_chunk_tile
@@ -243,6 +308,8 @@ def threshold_blocks(
         kv_blocks=kv_blocks,
         num_words=bitmap.bits.shape[-1],
         block_bounds_stride=batch * tile_plan.q_blocks,
+        min_visible_blocks=sample_pass.min_visible_blocks,
+        max_visible_blocks=sample_pass.max_visible_blocks,
         TYPICAL_SAMPLES=typical_tiles.num_samples,
         OUTLIER_SAMPLES=config.outlier_queries,
         TYPICAL_Q_BLOCKS_PER_TILE=typical_tiles.q_blocks_per_tile,
@@ -380,6 +447,8 @@ def _threshold_kernel(
     kv_blocks,
     num_words,
     block_bounds_stride,
+    min_visible_blocks,
+    max_visible_blocks,
     TYPICAL_SAMPLES: tl.constexpr,
     OUTLIER_SAMPLES: tl.constexpr,
     TYPICAL_Q_BLOCKS_PER_TILE: tl.constexpr,
@@ -401,14 +470,28 @@ def _threshold_kernel(
     ``block_bounds``. ``first_q_block`` is the first query block of the launch. TAIL_MODE is "none"
     for no dense tail, and "listed" if the tail selects all visible blocks. TAIL_MODE is "named" if
     the tail selects no block, because the plan names the query blocks of the tail.
+
+    A query block with fewer visible key blocks than ``min_visible_blocks``, or with more than
+    ``max_visible_blocks``, is skipped: another launch scores it with another sample.
     """
-    # query block, its scratch, and the visible sampled keys and the weight of its samples: scalars
-    TYPICAL_ROWS_PER_TILE: tl.constexpr = TYPICAL_Q_BLOCKS_PER_TILE * TYPICAL_SAMPLES
     launch_head = tl.program_id(1)
     # the last query blocks start first, because their programs have the most visible keys
     q_block = first_q_block + tl.num_programs(0) - 1 - tl.program_id(0)
     if q_block >= q_blocks:
         return
+    # bounds of the query block, see `compute_block_bounds`: scalars
+    batch = (first_head + launch_head) // heads_per_row
+    bounds_offset = batch * q_blocks + q_block
+    first_visible = tl.load(block_bounds + bounds_offset)
+    last_visible = tl.load(block_bounds + block_bounds_stride + bounds_offset)
+    end_of_sinks = tl.load(block_bounds + 2 * block_bounds_stride + bounds_offset)
+    first_local = tl.load(block_bounds + 3 * block_bounds_stride + bounds_offset)
+    num_visible_blocks = last_visible - first_visible + 1
+    if (num_visible_blocks < min_visible_blocks) | (num_visible_blocks > max_visible_blocks):
+        return
+    # scratch of the query block, and the visible sampled keys and the weight of its samples:
+    # scalars
+    TYPICAL_ROWS_PER_TILE: tl.constexpr = TYPICAL_Q_BLOCKS_PER_TILE * TYPICAL_SAMPLES
     # index of the query block among the query blocks of all heads of the launch
     flat_q_block = launch_head.to(tl.int64) * q_blocks + q_block
     typical_logits = locate_tile_scratch(
@@ -447,18 +530,9 @@ def _threshold_kernel(
             outlier_sample, flat_q_block, OUTLIER_SAMPLES
         )
         weight_sum += num_samples
-    # bounds of the query block, see `compute_block_bounds`, and the threshold of its share sums:
-    # scalars
-    batch = (first_head + launch_head) // heads_per_row
-    bounds_offset = batch * q_blocks + q_block
-    first_visible = tl.load(block_bounds + bounds_offset)
-    last_visible = tl.load(block_bounds + block_bounds_stride + bounds_offset)
-    end_of_sinks = tl.load(block_bounds + 2 * block_bounds_stride + bounds_offset)
-    first_local = tl.load(block_bounds + 3 * block_bounds_stride + bounds_offset)
-    # a query block with more keys spreads its attention over more blocks
-    length_factor = tl.maximum(
-        (last_visible - first_visible + 1) / MAX_BLOCKS_AT_FULL_THRESHOLD, 1.0
-    )
+    # threshold of the share sums of the query block: a scalar. A query block with more keys spreads
+    # its attention over more blocks
+    length_factor = tl.maximum(num_visible_blocks / MAX_BLOCKS_AT_FULL_THRESHOLD, 1.0)
     weight_sum = tl.maximum(weight_sum, 1e-30) / length_factor
     min_share_sum = mass_threshold * weight_sum
     if TAIL_MODE != "none":

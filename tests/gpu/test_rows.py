@@ -12,7 +12,7 @@ from cab_hf import CabConfig
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
-from cab_hf.selection import compact, tiles
+from cab_hf.selection import compact, reference, tiles
 from cab_hf.selection.reference import ScoreOptions, select_blocks
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +120,22 @@ def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     layer_context = make_layer_context(q, k, block_layout.ranges)
     actual, expected = compute_blocks_by_kernels_and_reference(ROWS_CONFIG, q, k, layer_context)
     assert_few_differences(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small_sample_of_many_keys_selects_blocks_of_reference(gpu, layout, monkeypatch):
+    length = 1111 if layout == "chunk" else 2000
+    q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2)
+    block_layout = make_block_layout(
+        layout, batch=2, length=length, kv_length=2000, align=128, device=gpu
+    )
+    q, k = block_layout.queries(q), block_layout.keys(k)
+    layer_context = make_layer_context(q, k, block_layout.ranges)
+    full_sample_blocks = RowsPredictor(ROWS_CONFIG)(q, k, layer_context).to_dense()
+    monkeypatch.setattr(reference, "MAX_KEYS_AT_FULL_SAMPLE", 512)
+    actual, expected = compute_blocks_by_kernels_and_reference(ROWS_CONFIG, q, k, layer_context)
+    assert_few_differences(actual, expected, q.dtype)
+    assert not torch.equal(actual, full_sample_blocks)
 
 
 @pytest.mark.parametrize("key_factor", [1e-4, 1e-3, 1e3, 1e4])

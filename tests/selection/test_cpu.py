@@ -63,6 +63,17 @@ def test_cpu_scores_select_blocks_of_reference(layout, config_fields, logit_opti
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cpu_scores_of_the_small_sample_select_blocks_of_reference(monkeypatch, layout):
+    q, k = random_topic_qk("cpu", 640, batch=2, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
+    q, k, ranges = arrange_in_layout(layout, q, k, 32)
+    full_sample_selected, _ = select_blocks_by_reference_and_cpu(q, k, ranges=ranges, config=CONFIG)
+    monkeypatch.setattr(reference, "MAX_KEYS_AT_FULL_SAMPLE", 128)
+    expected, actual = select_blocks_by_reference_and_cpu(q, k, ranges=ranges, config=CONFIG)
+    assert not torch.equal(expected, full_sample_selected)
+    assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
+
+
 @pytest.mark.parametrize(
     "constant_name", ["MAX_LOGITS_PER_PRODUCT", "MAX_SAMPLES_PER_GROUP", "MAX_GRAM_ELEMENTS"]
 )

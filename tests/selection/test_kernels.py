@@ -9,7 +9,7 @@ from selecting import arrange_in_layout, plan_by_reference, plan_rows_by_kernels
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
-from cab_hf.selection import compact, gather, tiles
+from cab_hf.selection import compact, gather, reference, tiles
 
 SMALL_BLOCKS_CONFIG = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
@@ -155,6 +155,36 @@ def test_keys_read_by_pointers_give_lists_of_the_reference(
     )
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
     assert_same_lists(plan_rows_by_kernels(config, q, k, ranges, channels=channels), expected)
+
+
+@pytest.mark.parametrize(
+    ("config_fields", "shape", "layout"),
+    mark_slow_except(
+        [
+            pytest.param({}, {}, "causal", id="causal"),
+            pytest.param({}, {"batch": 2}, "padded", id="padded"),
+            pytest.param({}, {}, "packed", id="packed"),
+            pytest.param({}, {"q_length": 60, "kv_length": 240}, "chunk", id="chunk"),
+            pytest.param({}, {"batch": 2}, "in-place", id="in-place"),
+            pytest.param({"max_density": 0.4}, {"batch": 2}, "padded", id="capped"),
+            pytest.param({"outlier_queries": 0}, {}, "causal", id="typical-alone"),
+            pytest.param({"outlier_queries": 1}, {}, "causal", id="one-outlier"),
+            pytest.param({"typical_key_stride": 16}, {}, "causal", id="one-key-per-block"),
+        ],
+        *(0, 5),
+    ),
+)
+def test_small_sample_of_many_keys_gives_lists_of_reference(
+    monkeypatch, config_fields, shape, layout, uninitialised_is_nan
+):
+    config = replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0, **config_fields)
+    q, k = random_peaked_qk(**{**ONE_KV_HEAD_SHAPE, "q_length": 240, **shape})
+    q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
+    full_sample_plan = plan_by_reference(config, q, k, ranges)
+    monkeypatch.setattr(reference, "MAX_KEYS_AT_FULL_SAMPLE", 64)
+    expected = plan_by_reference(config, q, k, ranges)
+    assert not torch.equal(expected.to_dense(), full_sample_plan.to_dense())
+    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges), expected)
 
 
 LOGIT_OPTIONS = {

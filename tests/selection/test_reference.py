@@ -63,6 +63,42 @@ def test_outliers_are_a_farthest_point_sample():
     assert positions.flatten().tolist() == [5, 0, 6, 20, 1, 2, 3, 4]
 
 
+def test_query_blocks_with_many_visible_keys_have_half_of_the_sample(monkeypatch):
+    """The first four query blocks have at most 128 visible keys, and the others have more."""
+    q, k = random_peaked_qk(q_length=256, heads=2, kv_heads=1)
+    selected = plan_by_reference(SMALL_BLOCKS_CONFIG, q, k).to_dense()
+    half_sample_config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=2, typical_key_stride=2)
+    half_sample_selected = plan_by_reference(half_sample_config, q, k).to_dense()
+    monkeypatch.setattr(reference, "MAX_KEYS_AT_FULL_SAMPLE", 128)
+    actual = plan_by_reference(SMALL_BLOCKS_CONFIG, q, k).to_dense()
+    assert torch.equal(actual[:, :, :4], selected[:, :, :4])
+    assert torch.equal(actual[:, :, 4:], half_sample_selected[:, :, 4:])
+    assert not torch.equal(selected[:, :, 4:], half_sample_selected[:, :, 4:])
+
+
+def test_half_of_a_sample_is_part_of_the_sample():
+    q, _ = random_peaked_qk(q_length=256, heads=2, kv_heads=1)
+    ranges = KeyRanges.causal(1, 256, 256, "cpu")
+    sample, half_sample = (
+        reference.sample_outlier_queries(q, ranges, 32, num_samples) for num_samples in (8, 4)
+    )
+    assert torch.equal(sample[..., :4], half_sample)
+
+
+@pytest.mark.parametrize(
+    ("config_fields", "expected"),
+    [
+        ({}, (8, 8)),
+        ({"outlier_queries": 1}, (1, 8)),
+        ({"outlier_queries": 0}, (0, 8)),
+        ({"typical_key_stride": 64}, (8, 64)),
+    ],
+)
+def test_small_sample_keeps_one_outlier_and_one_key_per_block(config_fields, expected):
+    config = reference.shrink_sample(CabConfig(**config_fields))
+    assert (config.outlier_queries, config.typical_key_stride) == expected
+
+
 def test_block_with_fewer_queries_than_outliers_samples_each_once():
     q, _ = random_peaked_qk(q_length=37, heads=1, kv_heads=1)
     positions = reference.sample_outlier_queries(q, KeyRanges.causal(1, 37, 37, "cpu"), 32, 8)
