@@ -9,6 +9,7 @@ all forced are not scored.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -393,9 +394,8 @@ def sample_outlier_queries(
         # [B, H, query blocks of the chunk, query_block, D]
         chunk = slice(first_block, first_block + blocks_per_chunk)
         queries_by_block = q[:, :, chunk.start * query_block : chunk.stop * query_block].float()
-        queries_by_block = F.pad(
-            queries_by_block, (0, 0, 0, -queries_by_block.shape[2] % query_block)
-        )
+        if queries_by_block.shape[2] % query_block:
+            queries_by_block = F.pad(queries_by_block, (0, 0, 0, num_padding))
         queries_by_block = queries_by_block.unflatten(2, (-1, query_block))
         is_real_query_of_chunk = (
             is_real_query[:, chunk].unsqueeze(1).expand(queries_by_block.shape[:-1])
@@ -405,7 +405,7 @@ def sample_outlier_queries(
                 ~is_real_query_of_chunk.unsqueeze(-1), 0.0
             )
         chunk_sample_indices = _sample_farthest_points(
-            queries_by_block.flatten(0, 2), is_real_query_of_chunk.flatten(0, 2), samples_per_block
+            _compute_gram(queries_by_block), is_real_query_of_chunk.flatten(0, 2), samples_per_block
         )
         sample_indices[:, :, chunk] = chunk_sample_indices.view(sample_indices[:, :, chunk].shape)
     block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
@@ -415,10 +415,30 @@ def sample_outlier_queries(
     return (sample_indices + block_start[:, None]).masked_fill_(is_missing_sample, -1)
 
 
-def _sample_farthest_points(
-    queries_by_block: Tensor, is_real_query: Tensor, samples_per_block: int
-) -> Tensor:
+def _compute_gram(queries_by_block: Tensor) -> Tensor:
+    """Return the dot products of the queries of each block, [B * H * M, query_block, query_block].
+
+    One product per head reads the queries where they are. A product of all heads would first copy
+    queries that have the strides of [B, N, H, D].
+
+    Args:
+        queries_by_block: float32 [B, H, M, query_block, D].
+    """
+    num_blocks, query_block = queries_by_block.shape[2:4]
+    gram = queries_by_block.new_empty(
+        *queries_by_block.shape[:2], num_blocks, query_block, query_block
+    )
+    for batch_row, head in product(*map(range, gram.shape[:2])):
+        queries = queries_by_block[batch_row, head]
+        torch.bmm(queries, queries.transpose(1, 2), out=gram[batch_row, head])
+    return gram.flatten(0, 2)
+
+
+def _sample_farthest_points(gram: Tensor, is_real_query: Tensor, samples_per_block: int) -> Tensor:
     """Compute `sample_outlier_queries` as indices in the blocks, int64 [M, samples_per_block].
+
+    All blocks are sampled in the same steps. The diagonal of a Gram matrix contains the squared
+    norms of the queries. The sum of a row is the dot product with the sum of the queries.
 
     For each query, ``max_similarity`` contains similarity_steps * query_block + query_index, where
     similarity_steps is the rounded similarity times `reference.COSINE_STEPS`. These integers are
@@ -426,44 +446,51 @@ def _sample_farthest_points(
     the lower index.
 
     Args:
-        queries_by_block: float32 [M, query_block, D], zeros where ``is_real_query`` is False.
+        gram: float32 [M, query_block, query_block], the dot products of the queries of each block;
+            zeros where ``is_real_query`` is False.
         is_real_query: bool [M, query_block], False for padding.
         samples_per_block: Samples per block.
     """
-    query_block = queries_by_block.shape[1]
-    gram = torch.bmm(queries_by_block, queries_by_block.transpose(1, 2))
-    query_sum = queries_by_block.sum(1)  # the cosine does not depend on the factor 1 / query_block
+    (num_blocks, query_block), device = gram.shape[:2], gram.device
+    # the cosine does not depend on the factor 1 / query_block of the mean query
+    dot_products_with_sum = gram.sum(-1)
+    squared_norm = gram.diagonal(dim1=1, dim2=2)
+    squared_sum_norm = dot_products_with_sum.sum(-1, keepdim=True)
     inverse_norm, inverse_sum_norm = (
-        x.square().sum(-1).clamp(min=reference.MIN_SQUARED_NORM).rsqrt()
-        for x in (queries_by_block, query_sum.unsqueeze(1))
+        x.clamp(min=reference.MIN_SQUARED_NORM).rsqrt() for x in (squared_norm, squared_sum_norm)
     )
-    query_index = torch.arange(query_block, device=queries_by_block.device, dtype=torch.float32)
+    query_index = torch.arange(query_block, device=device, dtype=torch.float32)
+    first_row = torch.arange(0, num_blocks * query_block, query_block, device=device)
     is_padding_query = None if bool(is_real_query.all()) else ~is_real_query
+    # a query with NaN or an infinity has a squared norm that is not finite
+    is_finite = bool((squared_norm.sum() + dot_products_with_sum.abs().sum()).isfinite())
 
     def compute_similarity(dot_products: Tensor, right_inverse_norm: Tensor) -> Tensor:
-        cosine = (dot_products * inverse_norm).mul_(right_inverse_norm)
-        cosine = cosine.nan_to_num_(nan=-1.0).clamp_(-1, 1)
-        similarity_steps = cosine.mul_(reference.COSINE_STEPS).trunc_()
+        cosine = dot_products.mul_(inverse_norm).mul_(right_inverse_norm)
+        if not is_finite:
+            cosine.nan_to_num_(nan=-1.0)
+        similarity_steps = cosine.clamp_(-1, 1).mul_(reference.COSINE_STEPS).trunc_()
         if is_padding_query is not None:
             similarity_steps.masked_fill_(is_padding_query, reference.PADDING_SIMILARITY)
-        return similarity_steps.mul_(query_block).add_(query_index)
+        return torch.add(query_index, similarity_steps, alpha=query_block)
 
-    query_sum_products = torch.bmm(queries_by_block, query_sum.unsqueeze(-1))[..., 0]
-    max_similarity = compute_similarity(query_sum_products, inverse_sum_norm)
-    sample_indices = torch.empty(
-        len(queries_by_block), samples_per_block, dtype=torch.int64, device=queries_by_block.device
-    )
+    max_similarity = compute_similarity(dot_products_with_sum, inverse_sum_norm)
+    gram_rows, inverse_norm_of_rows = gram.flatten(0, 1), inverse_norm.flatten()
+    sample_indices = []
     for sample_number in range(samples_per_block):
-        sampled_index = max_similarity.amin(-1, keepdim=True).remainder_(query_block)
-        # larger than every similarity, so that no query is sampled twice
-        excluding_similarity = sampled_index + reference.SAMPLED_SIMILARITY * query_block
-        sampled_index = sampled_index.long()
-        sample_indices[:, sample_number] = sampled_index[:, 0]
-        dot_products = gram.gather(1, sampled_index.unsqueeze(-1).expand(-1, -1, query_block))[:, 0]
-        similarity = compute_similarity(dot_products, inverse_norm.gather(-1, sampled_index))
+        sampled_index = max_similarity.argmin(-1)
+        sample_indices.append(sampled_index)
+        sampled_row = sampled_index + first_row
+        similarity = compute_similarity(
+            gram_rows.index_select(0, sampled_row),
+            inverse_norm_of_rows.index_select(0, sampled_row).unsqueeze(-1),
+        )
         if sample_number == 0:
             max_similarity = similarity
         else:
             torch.maximum(max_similarity, similarity, out=max_similarity)
-        max_similarity.scatter_(-1, sampled_index, excluding_similarity)
-    return sample_indices
+        # larger than every similarity, so that no query is sampled twice
+        max_similarity.scatter_(
+            -1, sampled_index.unsqueeze(-1), reference.SAMPLED_SIMILARITY * query_block
+        )
+    return torch.stack(sample_indices, -1)

@@ -86,6 +86,15 @@ def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, consta
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
+@pytest.mark.parametrize("bad_value", [torch.nan, torch.inf])
+def test_outliers_of_nonfinite_queries_equal_reference(bad_value):
+    q, _ = random_peaked_qk(q_length=205, heads=2, kv_heads=1)
+    q[0, 1, [50, 100, 101], 3] = bad_value
+    ranges = KeyRanges.causal(1, 205, 205, "cpu")
+    expected = reference.sample_outlier_queries(q, ranges, 32, 4)
+    assert torch.equal(cpu.sample_outlier_queries(q, ranges, 32, 4), expected)
+
+
 @pytest.mark.parametrize("length", [205, 256, 31])
 @pytest.mark.parametrize("samples_per_block", [4, 32])
 def test_outliers_equal_reference(length, samples_per_block):
