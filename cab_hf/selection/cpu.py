@@ -2,8 +2,8 @@
 
 One batched product multiplies the sampled queries of a few query blocks of all heads with the keys
 of consecutive key blocks. The maxima per key block are computed while the logits are in the cache.
-Only key blocks at the border of the visible keys are masked. Query blocks whose visible blocks are
-all forced are not scored.
+Keys are masked only in the blocks that are partly visible to a query. Query blocks whose visible
+blocks are all forced are not scored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cab_hf.plan import KeyRanges
 from cab_hf.selection import reference
 from cab_hf.selection.reference import ScoreOptions
 
-# largest number of logits of one product: 2 MiB in float32, which stay in the cache of a core until
+# largest number of logits of one product: 4 MiB in float32, which stay in the cache of a core until
 # the maxima per key block are computed
-MAX_LOGITS_PER_PRODUCT = 2**19
+MAX_LOGITS_PER_PRODUCT = 2**20
 # the number of key blocks per product is a multiple of this number if memory allows, because `amax`
 # over the keys of a block is vectorised over key blocks
 KEY_BLOCKS_PER_VECTOR = 32
@@ -39,7 +39,10 @@ class SampledQueries:
     """The sampled queries of one kind, typical or outlier, and the keys that they are scored on.
 
     Attributes:
-        positions: int64 [B, H, M_q, S], positions of the queries; -1 for missing samples.
+        positions: int64 [B, H or 1, M_q, S], positions of the queries; -1 for missing samples. One
+            head if all heads have the same positions.
+        first_key, last_key: int64 [B, H or 1, M_q, S], the first and the last visible key of each
+            query, as indices of ``keys``. If no sampled key is visible, 0 and -1.
         channels: int64 [C], the channels that are scored; None for all channels.
         keys: float32 [B, H_kv, N, C], the sampled keys with these channels, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
@@ -47,10 +50,48 @@ class SampledQueries:
     """
 
     positions: Tensor
+    first_key: Tensor
+    last_key: Tensor
     channels: Tensor | None
     keys: Tensor
     key_stride: int
     weight: float
+
+    @classmethod
+    def create(
+        cls,
+        positions: Tensor,
+        *,
+        ranges: KeyRanges,
+        channels: Tensor | None,
+        keys: Tensor,
+        key_stride: int,
+        weight: float,
+    ) -> SampledQueries:
+        """Compute the visible sampled keys of the queries at ``positions``."""
+        first_position = reference.get_first_sampled_key(key_stride)
+        batch_row = torch.arange(len(positions), device=positions.device)[:, None, None, None]
+        range_index = batch_row, positions.clamp(min=0)
+        # index of the first sampled key at or after the start, and of the last at or before the end
+        first_key = (ranges.start[range_index].long() - first_position).clamp_(min=0)
+        first_key = first_key.add_(key_stride - 1).div_(key_stride, rounding_mode="floor")
+        last_key = (ranges.end[range_index].long() - first_position).div_(
+            key_stride, rounding_mode="floor"
+        )
+        has_no_key = (positions < 0) | (last_key < first_key)
+        return cls(
+            positions=positions,
+            first_key=first_key.masked_fill_(has_no_key, 0),
+            last_key=last_key.masked_fill_(has_no_key, -1),
+            channels=channels,
+            keys=keys,
+            key_stride=key_stride,
+            weight=weight,
+        )
+
+    def count_samples(self) -> Tensor:
+        """Return the number of samples with a visible sampled key, float32 [B, H or 1, M_q]."""
+        return (self.last_key >= 0).sum(-1).float()
 
 
 def compute_sampled_scores(
@@ -75,6 +116,8 @@ def compute_sampled_scores(
     q_blocks_per_group = max(1, MAX_SAMPLES_PER_GROUP // (num_heads * max_samples))
     num_visible_keys = config.key_block * is_visible.sum(-1)
     length_factor = (num_visible_keys / reference.MAX_KEYS_AT_FULL_THRESHOLD).clamp(min=1)
+    weight_sum = sum(samples.weight * samples.count_samples() for samples in samples_by_kind)
+    weight_sum = weight_sum.clamp(min=ops_reference.MIN_DIVISOR)
     # a query block whose visible blocks are all forced needs no scores
     needs_scores = (is_visible & ~is_forced).any(-1)
     scores = torch.zeros(q.shape[0], num_heads, *is_visible.shape[1:], device=q.device)
@@ -84,24 +127,22 @@ def compute_sampled_scores(
             scored_q_blocks.split(q_blocks_per_group) if len(scored_q_blocks) else ()
         ):
             block_group = _QueryBlockGroup.from_blocks(ranges, batch_row, group_q_blocks, config)
-            share_sum, weight_sum, max_share = 0.0, 0.0, None
+            share_sum, max_share = 0.0, None
             for samples in samples_by_kind:
-                max_share_of_kind, share_sum_of_kind, num_samples = _compute_shares(
+                max_share_of_kind, share_sum_of_kind = _compute_shares(
                     q,
                     samples,
                     block_group=block_group,
-                    ranges=ranges,
                     score_options=score_options,
                     key_block=config.key_block,
                 )
                 share_sum = share_sum + samples.weight * share_sum_of_kind
-                weight_sum = weight_sum + samples.weight * num_samples.unsqueeze(-1)
                 max_share = (
                     max_share_of_kind
                     if max_share is None
                     else torch.maximum(max_share, max_share_of_kind)
                 )
-            mean_share = share_sum / weight_sum.clamp(min=ops_reference.MIN_DIVISOR)
+            mean_share = share_sum / weight_sum[batch_row][:, group_q_blocks, None]
             group_scores = (mean_share * length_factor[batch_row, group_q_blocks, None]).clamp(
                 max=1
             )
@@ -124,18 +165,12 @@ class _QueryBlockGroup:
         q_blocks: int64 [R], indices of the query blocks.
         first_key_block: First key block that is visible to any of the queries.
         end_key_block: End (exclusive) of the key blocks that are visible to any of the queries.
-        first_full_block: First key block that is completely visible to all queries;
-            ``end_key_block`` if there is none.
-        end_full_block: End (exclusive) of the key blocks that are completely visible to all
-            queries; ``end_key_block`` if there are none.
     """
 
     batch_row: int
     q_blocks: Tensor
     first_key_block: int
     end_key_block: int
-    first_full_block: int
-    end_full_block: int
 
     @classmethod
     def from_blocks(
@@ -143,38 +178,12 @@ class _QueryBlockGroup:
     ) -> _QueryBlockGroup:
         """Compute the visible key blocks of the query blocks ``q_blocks`` of one batch row."""
         key_bounds, key_block = ranges.rows(config.query_block), config.key_block
-        end_key_block = int(key_bounds.max_last[batch_row, q_blocks].max()) // key_block + 1
-        first_full_block = -(-int(key_bounds.max_first[batch_row, q_blocks].max()) // key_block)
-        end_full_block = (int(key_bounds.min_last[batch_row, q_blocks].min()) + 1) // key_block
-        if first_full_block >= end_full_block:
-            first_full_block = end_full_block = end_key_block
         return cls(
             batch_row=batch_row,
             q_blocks=q_blocks,
             first_key_block=int(key_bounds.min_first[batch_row, q_blocks].min()) // key_block,
-            end_key_block=end_key_block,
-            first_full_block=first_full_block,
-            end_full_block=end_full_block,
+            end_key_block=int(key_bounds.max_last[batch_row, q_blocks].max()) // key_block + 1,
         )
-
-    def split_key_blocks(self, max_blocks: int) -> list[tuple[int, int, bool]]:
-        """Split the visible key blocks into ranges of at most ``max_blocks`` key blocks.
-
-        Returns:
-            (begin, end, needs_mask) of each range: its first key block, its end (exclusive), and
-            True if a key of the range may be invisible to a query.
-        """
-        block_ranges = []
-        for first_block, end_block, needs_mask in (
-            (self.first_key_block, self.first_full_block, True),
-            (self.first_full_block, self.end_full_block, False),
-            (self.end_full_block, self.end_key_block, True),
-        ):
-            block_ranges += [
-                (range_start, min(range_start + max_blocks, end_block), needs_mask)
-                for range_start in range(first_block, end_block, max_blocks)
-            ]
-        return block_ranges
 
 
 def _sample_queries(
@@ -187,14 +196,16 @@ def _sample_queries(
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical, key_stride = num_typical_queries(config), config.typical_key_stride
     typical_positions = reference.sample_typical_queries(ranges, query_block, num_typical)
-    padded_keys = F.pad(k, (0, 0, 0, -k.shape[2] % config.key_block))
+    num_padding_keys = -k.shape[2] % config.key_block
+    # without the condition, F.pad would copy all keys
+    padded_keys = F.pad(k, (0, 0, 0, num_padding_keys)) if num_padding_keys else k
+    first_sampled_key = reference.get_first_sampled_key(key_stride)
     samples_by_kind = [
-        SampledQueries(
-            positions=typical_positions.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
+        SampledQueries.create(
+            typical_positions.unsqueeze(1),
+            ranges=ranges,
             channels=None,
-            keys=padded_keys[
-                :, :, reference.get_first_sampled_key(key_stride) :: key_stride
-            ].float(),
+            keys=padded_keys[:, :, first_sampled_key::key_stride].float(),
             key_stride=key_stride,
             weight=(query_block - num_outliers) / num_typical,
         )
@@ -205,8 +216,9 @@ def _sample_queries(
             padded_keys if channel_index is None else padded_keys.index_select(-1, channel_index)
         )
         samples_by_kind.append(
-            SampledQueries(
-                positions=sample_outlier_queries(q, ranges, query_block, num_outliers),
+            SampledQueries.create(
+                sample_outlier_queries(q, ranges, query_block, num_outliers),
+                ranges=ranges,
                 channels=channel_index,
                 keys=outlier_keys.float(),
                 key_stride=1,
@@ -221,61 +233,61 @@ def _compute_shares(
     samples: SampledQueries,
     *,
     block_group: _QueryBlockGroup,
-    ranges: KeyRanges,
     score_options: ScoreOptions,
     key_block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute `reference.compute_sample_shares` for the blocks of ``block_group``.
 
     Returns:
         max_share, share_sum: float32 [H, R, blocks], for R query blocks and the key blocks of
             ``block_group``.
-        num_samples: float32 [H, R], the number of samples with a visible sampled key.
     """
     keys = samples.keys[block_group.batch_row]
-    positions = samples.positions[block_group.batch_row][:, block_group.q_blocks]
-    num_heads, _, samples_per_block = positions.shape
-    # [H, R * S]
-    positions = positions.flatten(1)
-    is_missing_sample = positions < 0
-    positions = positions.clamp(min=0)
-    head = torch.arange(num_heads, device=q.device).unsqueeze(-1)
-    queries = q[block_group.batch_row][head, positions]
-    if samples.channels is not None:
-        queries = queries.index_select(-1, samples.channels)
-    first_key = ranges.start[block_group.batch_row][positions]
-    last_key = ranges.end[block_group.batch_row][positions].masked_fill(is_missing_sample, -1)
-    # one product per KV head: [H, R * S] -> [H_kv, group * R * S]
-    kv_queries, kv_first_key, kv_last_key = (
-        x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2)
-        for x in (queries.float(), first_key, last_key)
+    samples_per_block, keys_per_block = samples.positions.shape[3], key_block // samples.key_stride
+    queries = _gather_queries(q, samples, block_group)
+    # [H or 1, R * S]
+    first_key, last_key = (
+        x[block_group.batch_row][:, block_group.q_blocks].flatten(1)
+        for x in (samples.first_key, samples.last_key)
     )
     block_max_logits = _compute_block_maxima(
-        kv_queries,
-        first_key=kv_first_key,
-        last_key=kv_last_key,
+        queries,
+        first_key=first_key,
+        last_key=last_key,
         keys=keys,
-        key_stride=samples.key_stride,
+        keys_per_block=keys_per_block,
         block_group=block_group,
-        key_block=key_block,
     )
     # scaling and soft caps do not change the order of logits: apply both to the maxima only
     block_max_logits = ops_reference.cap_logits(
         block_max_logits.mul_(score_options.scale), score_options.softcap
     )
-    if bool(is_missing_sample.any()):
-        block_max_logits = block_max_logits.masked_fill((kv_last_key < 0).unsqueeze(-1), -torch.inf)
-    block_max_logits = block_max_logits.unflatten(1, (num_heads // keys.shape[0], -1)).flatten(0, 1)
-    shares = _compute_softmax(block_max_logits, score_options.sinks, key_block).unflatten(
-        1, (-1, samples_per_block)
+    # after the soft cap, which turns -inf into a finite logit
+    _mask_invisible_blocks(
+        block_max_logits,
+        first_block=first_key // keys_per_block,
+        last_block=last_key.div(keys_per_block, rounding_mode="floor"),
+        first_column=block_group.first_key_block,
     )
-    first_sampled_position = reference.get_first_sampled_key(samples.key_stride)
-    first_sampled_key = (first_key - first_sampled_position).clamp(min=0).add(
-        samples.key_stride - 1
-    ) // samples.key_stride
-    has_visible_key = first_sampled_key * samples.key_stride + first_sampled_position <= last_key
-    num_samples = has_visible_key.unflatten(1, (-1, samples_per_block)).sum(-1)
-    return shares.amax(2), shares.sum(2), num_samples.float()
+    shares = _compute_softmax(block_max_logits, score_options.sinks, key_block)
+    shares = shares.unflatten(1, (-1, samples_per_block))
+    return shares.amax(2), shares.sum(2)
+
+
+def _gather_queries(q: Tensor, samples: SampledQueries, block_group: _QueryBlockGroup) -> Tensor:
+    """Return the samples of ``block_group``, float32 [H, R * S, C]; arbitrary if missing."""
+    positions = samples.positions[block_group.batch_row][:, block_group.q_blocks]
+    positions = positions.flatten(1).clamp(min=0)
+    queries = q[block_group.batch_row]
+    if positions.shape[0] == 1:
+        # not index_select, which would first copy all queries if q is not contiguous
+        queries = queries[:, positions[0]]
+    else:
+        head = torch.arange(q.shape[1], device=q.device).unsqueeze(-1)
+        queries = queries[head, positions]
+    if samples.channels is not None:
+        queries = queries.index_select(-1, samples.channels)
+    return queries.float()
 
 
 def _compute_block_maxima(
@@ -284,75 +296,122 @@ def _compute_block_maxima(
     first_key: Tensor,
     last_key: Tensor,
     keys: Tensor,
-    key_stride: int,
+    keys_per_block: int,
     block_group: _QueryBlockGroup,
-    key_block: int,
 ) -> Tensor:
-    """Return the maximum dot product per sampled query and key block, float32 [H_kv, S, blocks].
+    """Return the maximum dot product per sampled query and key block, float32 [H, S, blocks].
+
+    In blocks that are partly visible to a query, `_mask_border_block` masks the invisible keys.
+    Blocks without visible sampled keys have arbitrary values.
 
     Args:
-        queries: float32 [H_kv, S, C], S sampled queries.
-        first_key, last_key: int32 [H_kv, S], the first and last visible token of each query.
+        queries: float32 [H, S, C], S sampled queries per head.
+        first_key, last_key: int64 [H or 1, S], the first and last visible sampled key of each
+            query, as indices of ``keys``.
         keys: float32 [H_kv, N, C], the sampled keys, padded to whole blocks.
-        key_stride: Distance between sampled keys, in tokens.
+        keys_per_block: Sampled keys per key block.
         block_group: Its key blocks ``first_key_block`` to ``end_key_block`` are the columns of the
             result.
-        key_block: Tokens per key block.
     """
-    kv_heads, num_samples, num_channels = queries.shape
-    keys_per_block, num_blocks = (
-        key_block // key_stride,
-        block_group.end_key_block - block_group.first_key_block,
-    )
-    max_blocks_per_product = max(
-        1, MAX_LOGITS_PER_PRODUCT // (keys_per_block * kv_heads * num_samples)
-    )
+    num_heads, kv_heads, num_channels = len(queries), len(keys), queries.shape[2]
+    num_samples = num_heads * queries.shape[1]
+    # one product per KV head: [H_kv, group * S, C]
+    kv_queries = queries.reshape(kv_heads, -1, num_channels)
+    first_column, end_column = block_group.first_key_block, block_group.end_key_block
+    max_blocks_per_product = max(1, MAX_LOGITS_PER_PRODUCT // (keys_per_block * num_samples))
     max_blocks_per_product = (
         max_blocks_per_product // KEY_BLOCKS_PER_VECTOR * KEY_BLOCKS_PER_VECTOR
         or max_blocks_per_product
     )
-    max_blocks_per_product = min(max_blocks_per_product, num_blocks)
-    latest_first_key = int(first_key.max())
-    product_buffer = queries.new_empty(
-        kv_heads * num_samples * max_blocks_per_product * keys_per_block
-    )
-    block_max_products = queries.new_empty(kv_heads, num_samples, num_blocks)
-    for first_block, end_block, needs_mask in block_group.split_key_blocks(max_blocks_per_product):
-        blocks_per_product = end_block - first_block
-        key_slice = slice(first_block * keys_per_block, end_block * keys_per_block)
-        # [H_kv, keys_per_block * blocks_per_product, C]: adjacent rows belong to adjacent blocks,
-        # so that the maximum over the keys of a block is a maximum of vectors
-        range_keys = keys[:, key_slice].unflatten(1, (blocks_per_product, keys_per_block))
+    max_blocks_per_product = min(max_blocks_per_product, end_column - first_column)
+    latest_first_key, earliest_last_key = int(first_key.max()), int(last_key.min())
+    product_buffer = queries.new_empty(num_samples * max_blocks_per_product * keys_per_block)
+    block_max_products = queries.new_empty(*queries.shape[:2], end_column - first_column)
+    for first_block in range(first_column, end_column, max_blocks_per_product):
+        end_block = min(first_block + max_blocks_per_product, end_column)
+        num_blocks = end_block - first_block
+        # [H_kv, keys_per_block * num_blocks, C]: adjacent rows belong to adjacent blocks, so that
+        # the maximum over the keys of a block is a maximum of vectors
+        range_keys = keys[:, first_block * keys_per_block : end_block * keys_per_block]
+        range_keys = range_keys.unflatten(1, (num_blocks, keys_per_block))
         range_keys = range_keys.transpose(1, 2).reshape(kv_heads, -1, num_channels)
-        num_products = kv_heads * num_samples * range_keys.shape[1]
-        products = product_buffer[:num_products].view(kv_heads, num_samples, -1)
-        torch.bmm(queries, range_keys.transpose(1, 2), out=products)
-        if needs_mask:
-            key_index = torch.arange(key_slice.start, key_slice.stop, device=keys.device)
-            key_positions = (
-                key_index.view(blocks_per_product, keys_per_block).T.flatten() * key_stride
-            )
-            key_positions = (key_positions + reference.get_first_sampled_key(key_stride)).int()
-            is_masked = key_positions > last_key.unsqueeze(-1)
-            if first_block * key_block < latest_first_key:
-                is_masked |= key_positions < first_key.unsqueeze(-1)
-            products.masked_fill_(is_masked, -torch.inf)
-        products = products.unflatten(2, (keys_per_block, blocks_per_product))
+        products = product_buffer[: num_samples * range_keys.shape[1]]
+        torch.bmm(
+            kv_queries,
+            range_keys.transpose(1, 2),
+            out=products.view(kv_heads, -1, range_keys.shape[1]),
+        )
+        products = products.view(num_heads, -1, keys_per_block, num_blocks)
+        if end_block * keys_per_block - 1 > earliest_last_key:
+            _mask_border_block(products, last_key, first_block, is_end=True)
+        if first_block * keys_per_block < latest_first_key:
+            _mask_border_block(products, first_key, first_block, is_end=False)
         # amax over few columns is slow: halve the keys by elementwise maxima instead
         while (
             products.shape[2] > 1
             and products.shape[2] % 2 == 0
-            and blocks_per_product < KEY_BLOCKS_PER_VECTOR
+            and num_blocks < KEY_BLOCKS_PER_VECTOR
         ):
             num_keys_per_half = products.shape[2] // 2
             products = torch.maximum(
                 products[:, :, :num_keys_per_half], products[:, :, num_keys_per_half:]
             )
-        columns = slice(
-            first_block - block_group.first_key_block, end_block - block_group.first_key_block
-        )
+        columns = slice(first_block - first_column, end_block - first_column)
         torch.amax(products, 2, out=block_max_products[..., columns])
     return block_max_products
+
+
+def _mask_border_block(
+    products: Tensor, border_key: Tensor, first_block: int, *, is_end: bool
+) -> None:
+    """Write -inf to the invisible keys of the block that contains ``border_key``.
+
+    Only the blocks of the first and the last visible key are partly visible to a query.
+    `_mask_invisible_blocks` masks the other blocks, after the maxima per block are computed.
+    If the border of a query is outside of ``products``, its visible products do not change.
+
+    Args:
+        products: float32 [H, S, keys_per_block, blocks], contiguous, changed in place.
+        border_key: int64 [H or 1, S], the last visible sampled key of each query if ``is_end``,
+            else the first.
+        first_block: Index of the first block of ``products``.
+        is_end: True to mask the keys after the border, False to mask the keys before the border.
+    """
+    num_heads, _, keys_per_block, num_blocks = products.shape
+    key_in_block = torch.arange(keys_per_block, device=products.device)
+    border_block = border_key.div(keys_per_block, rounding_mode="floor").sub_(first_block)
+    border_block = border_block.clamp_(0, num_blocks - 1).unsqueeze(-1)
+    # [H or 1, S, keys_per_block]
+    key_index = (border_block + first_block) * keys_per_block + key_in_block
+    border_key = border_key.unsqueeze(-1)
+    is_invisible = key_index > border_key if is_end else key_index < border_key
+    product_index = (border_block + key_in_block * num_blocks).expand(num_heads, -1, -1)
+    products = products.flatten(2)
+    border_products = products.gather(2, product_index).masked_fill_(is_invisible, -torch.inf)
+    products.scatter_(2, product_index, border_products)
+
+
+def _mask_invisible_blocks(
+    block_max_logits: Tensor, *, first_block: Tensor, last_block: Tensor, first_column: int
+) -> None:
+    """Write -inf to the blocks before ``first_block`` and after ``last_block``.
+
+    Args:
+        block_max_logits: float32 [H, S, blocks], changed in place.
+        first_block, last_block: int64 [H or 1, S], the first and the last visible block of each
+            query.
+        first_column: Index of the first block of ``block_max_logits``.
+    """
+    block_index = torch.arange(block_max_logits.shape[2], device=last_block.device) + first_column
+    # only the columns after the earliest end, and before the latest start, need a mask
+    end_slice = slice(max(0, int(last_block.min()) + 1 - first_column), None)
+    start_slice = slice(0, max(0, int(first_block.max()) - first_column))
+    block_max_logits[..., end_slice].masked_fill_(
+        block_index[end_slice] > last_block.unsqueeze(-1), -torch.inf
+    )
+    block_max_logits[..., start_slice].masked_fill_(
+        block_index[start_slice] < first_block.unsqueeze(-1), -torch.inf
+    )
 
 
 def _compute_softmax(block_max_logits: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
@@ -372,8 +431,10 @@ def _compute_softmax(block_max_logits: Tensor, sinks: Tensor | None, key_block: 
         sink_logits = sink_logits[:, None, None].expand(-1, block_max_logits.shape[1], 1)
         softmax_input = torch.cat([block_max_logits, sink_logits], -1)
     shares = softmax_input.softmax(-1)[..., : block_max_logits.shape[-1]]
-    # softmax over no keys is NaN
-    return shares.masked_fill(block_max_logits == -torch.inf, 0.0)
+    # softmax over no keys is NaN in all blocks
+    if bool(shares[..., 0].isnan().any()):
+        shares = shares.masked_fill(block_max_logits == -torch.inf, 0.0)
+    return shares
 
 
 def sample_outlier_queries(

@@ -46,6 +46,7 @@ def select_blocks_by_reference_and_cpu(q, k, ranges, config, **logit_options):
         pytest.param({}, {"channels": (1, 3, 5, 7)}, id="channels"),
         pytest.param({}, {"sinks": torch.linspace(-1, 3, 6)}, id="sinks"),
         pytest.param({"typical_key_stride": 16}, {"softcap": 5.0}, id="softcap"),
+        pytest.param({}, {"softcap": 0.25}, id="low-softcap"),
         pytest.param({"outlier_queries": 0, "typical_key_stride": 1}, {}, id="typical"),
         pytest.param({"outlier_queries": 32, "max_density": 0.3}, {}, id="all-queries"),
         pytest.param({"key_block": 32}, {}, id="wide-keys"),
@@ -83,6 +84,16 @@ def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, consta
     expected, actual = select_blocks_by_reference_and_cpu(
         q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
     )
+    assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
+
+
+@pytest.mark.parametrize("layout", ["causal", "in-place"])
+@pytest.mark.parametrize("bad_value", [torch.nan, torch.inf])
+def test_nonfinite_query_selects_blocks_of_reference(layout, bad_value):
+    q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
+    q[0, 1, [50, 302, 639], 3] = bad_value
+    q, k, ranges = arrange_in_layout(layout, q, k, 32)
+    expected, actual = select_blocks_by_reference_and_cpu(q, k, ranges=ranges, config=CONFIG)
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
