@@ -71,7 +71,7 @@ def is_number(value: Any) -> bool:
     return is_real_number and math.isfinite(value)
 
 
-def is_share(value: Any) -> bool:
+def is_fraction(value: Any) -> bool:
     """Return True for a number in [0, 1]."""
     return is_number(value) and 0 <= value <= 1
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 from cab_hf.checks import (
     MAX_INT32,
     is_count,
+    is_fraction,
     is_number,
-    is_share,
     is_whole_number,
     require,
     short_repr,
@@ -116,8 +116,10 @@ class Origin(NamedTuple):
     @property
     def shape_text(self) -> str:
         """The numbers of layers and heads that are not None, such as "30 layers, 9 heads"."""
-        counts = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
-        return ", ".join([f"{count} {unit}" for count, unit in counts if count is not None])
+        counts_and_units = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
+        return ", ".join(
+            [f"{count} {unit}" for count, unit in counts_and_units if count is not None]
+        )
 
 
 def _refuse_unknown_fields(config_class: ConfigClass) -> ConfigClass:
@@ -281,15 +283,15 @@ class CabConfig:
                 (field_name,), choices.__contains__, "one of " + ", ".join(map(repr, choices))
             )
         self._check_sampled_queries()
-        self._require(("mass_threshold",), is_share, "in [0, 1]")
-        self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
+        self._require(("mass_threshold",), is_fraction, "in [0, 1]")
+        self._require(("share_threshold",), lambda x: is_fraction(x) and x > 0, "in (0, 1]")
         self._freeze_table(
             "sparsity",
-            lambda x: is_share(x) and x < 1,
+            lambda x: is_fraction(x) and x < 1,
             "in [0, 1) so that every row keeps at least one block",
         )
-        self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
-        self._require(("redundancy",), is_share, "in [0, 1]")
+        self._require(("max_density",), lambda x: is_fraction(x) and x > 0, "in (0, 1]")
+        self._require(("redundancy",), is_fraction, "in [0, 1]")
         self._require(("predictor",), lambda x: isinstance(x, str) and x, "a name (str)")
         bool_fields = ("sparse_decode", "check_finite")
         self._require(bool_fields, lambda x: isinstance(x, bool), "True or False")
@@ -415,7 +417,7 @@ class CabConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values, ready for ``model.config.cab_config``."""
-        fields = {name: _to_json_value(value) for name, value in vars(self).items()}
+        fields = {field_name: _to_json_value(value) for field_name, value in vars(self).items()}
         if self.origin is None:
             del fields["origin"]
         return fields
@@ -473,14 +475,14 @@ class CabConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         object.__setattr__(self, "anchors", tuple(self.anchors))
         # checked before `_freeze_table`, which also accepts a single number for all heads
-        default_description = "() for the same heads"
+        same_heads_description = "() for the same heads"
         self._require(
             ("head_map",),
             lambda x: isinstance(x, (tuple, list)),
-            f"a table [layers][heads], or {default_description}",
+            f"a table [layers][heads], or {same_heads_description}",
         )
         if self.head_map:
-            self._freeze_table("head_map", is_count, default_description)
+            self._freeze_table("head_map", is_count, same_heads_description)
         else:
             object.__setattr__(self, "head_map", ())
 
@@ -561,7 +563,7 @@ def num_typical_queries(config: CabConfig) -> int:
     return gcd(config.typical_queries, config.query_block)
 
 
-def tail_sizes(config: CabConfig) -> tuple[int, int]:
+def tail_and_query_block_sizes(config: CabConfig) -> tuple[int, int]:
     """Return the length of the dense tail and the size of a query block, both in tokens.
 
     The two numbers are the arguments of `KeyRanges.tail`.

@@ -84,7 +84,7 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
         # equal those of the forward pass
         sampling_seed = torch.randint(2**62, (), device=q.device)
 
-    def predict() -> BlockPlan:
+    def predict_plan() -> BlockPlan:
         """Return the plan of the predictor, with randomly sampled blocks if sampling is enabled."""
         selected_plan = select_blocks(call, layout, q=q, k=k, config=config)
         return (
@@ -93,7 +93,9 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
             else selected_plan.with_sample(sample_period, sampling_seed)
         )
 
-    plan = call.mask.state.make_plan_for_recompute(call.layer, (call.q, call.k, call.v), predict)
+    plan = call.mask.forward_state.make_plan_for_recompute(
+        call.layer, (call.q, call.k, call.v), predict_plan
+    )
     reordered_out = layout.attend(
         engine, q, k, v, plan=plan, scale=call.scale, sinks=call.sinks, softcap=call.softcap
     )
@@ -115,12 +117,12 @@ def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConf
         k: keys in the order of ``layout``.
         config: settings of the call.
     """
-    layer_context = call.make_layer_context(layout.ranges, call.mask.state.shared_state)
-    plan = layout.choose(make_predictor(config), q, k, layer_context)
-    short_document_rows = layout.query_blocks_below_min_length(
+    layer_context = call.make_layer_context(layout.ranges, call.mask.forward_state.shared_state)
+    plan = layout.select_plan(make_predictor(config), q, k, layer_context)
+    short_document_blocks = layout.query_blocks_below_min_length(
         config.query_block, config.min_length, plan.query_block
     )
-    return plan if short_document_rows is None else plan.with_dense_rows(short_document_rows)
+    return plan if short_document_blocks is None else plan.with_dense_rows(short_document_blocks)
 
 
 def sparse_decode(call: Call) -> Tensor:
@@ -145,7 +147,7 @@ def sparse_decode(call: Call) -> Tensor:
         num_keys=num_read_keys,
         padding_mask=padding_mask,
         sinks=call.sinks,
-        shared_state=mask.state.shared_state,
+        shared_state=mask.forward_state.shared_state,
     )
     return decode.attend(
         q,
@@ -180,7 +182,7 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
         layout.queries(call.q),
         layout.keys(call.k),
         layout.keys(call.v),
-        plan=layout.full_plan(),
+        plan=layout.make_plan_of_visible_blocks(),
         scale=call.scale,
         sinks=call.sinks,
         softcap=call.softcap,
@@ -256,7 +258,7 @@ def _select_visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
         k: [B, H_kv, N, D].
     """
     batch, kv_heads, num_slots = k.shape[:3]
-    visible_keys: Choice = mask.state.get_or_compute(
+    visible_keys: Choice = mask.forward_state.get_or_compute(
         ("visible keys of a decode step", num_slots, k.device),
         lambda: Choice.from_mask(
             mask.dense_mask(
@@ -272,9 +274,9 @@ def _count_pairs(layer: nn.Module, plan: BlockPlan) -> None:
     previous_pair_counts = attended_pairs.get(layer)
     if plan.full.counts.is_cuda and HAS_TRITON:
         # imported late, because models on the CPU never need Triton
-        from cab_hf.ops.pairs import add_pairs
+        from cab_hf.ops.pairs import count_query_key_pairs
 
-        attended_pairs[layer] = add_pairs(plan, previous_pair_counts)
+        attended_pairs[layer] = count_query_key_pairs(plan, previous_pair_counts)
         return
     pair_counts = torch.stack(plan.pairs())
     attended_pairs[layer] = (

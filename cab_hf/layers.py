@@ -109,7 +109,7 @@ class CABAttention(nn.Module):
         )
         scale = self.head_dim**-0.5
         plan = self._select_blocks(q, k, scale)
-        engine = choose(self.config.engine, Workload.of(q, k, v, plan.blocks))
+        engine = choose(self.config.engine, Workload.from_tensors(q, k, v, plan.blocks))
         out = engine.attention(q, k, v, plan=plan, scale=scale)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         return (out, plan) if return_plan else out
@@ -127,15 +127,15 @@ class CABAttention(nn.Module):
             scale: factor of the logits.
         """
         batch, _, length, _ = q.shape
-        ranges = KeyRanges.causal(batch, length, length, q.device)
+        key_ranges = KeyRanges.causal(batch, length, length, q.device)
         if self.causal:
-            return self.predictor(q, k, LayerContext(ranges, scale))
+            return self.predictor(q, k, LayerContext(key_ranges, scale))
         # Every query attends to all keys, so the end of its range is not its position. FrcPredictor
         # reads positions from the ends of ranges; `CoarseCurvaturePredictor` needs no ranges.
-        ranges = replace(ranges, end=ranges.start + (length - 1), aligned=False)
+        key_ranges = replace(key_ranges, end=key_ranges.start + (length - 1), aligned=False)
         block_size = self.config.query_block
         return BlockPlan.from_dense(
-            self.predictor(q, k), ranges, query_block=block_size, key_block=block_size
+            self.predictor(q, k), key_ranges, query_block=block_size, key_block=block_size
         )
 
 

@@ -83,7 +83,7 @@ def add_config_attribute() -> None:
     PreTrainedConfig.cab_config = _CabConfigAttribute()
 
 
-def wrap_masks() -> None:
+def wrap_mask_preprocessing() -> None:
     """Wrap the creation of masks, so that `cab_mask` receives the position ids of the model.
 
     transformers does not pass position ids to mask functions, and many models do not pass position
@@ -92,7 +92,7 @@ def wrap_masks() -> None:
     wrap_function(sys.modules[MASKING_MODULE], "_preprocess_mask_arguments", _record_positions)
 
 
-def _record_positions(preprocess: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _record_positions(original_preprocess: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record position ids, then run transformers' preprocessing of mask arguments."""
     # arguments are keywords or positional: models also call this function, and the names of
     # arguments differ between versions of transformers
@@ -102,7 +102,7 @@ def _record_positions(preprocess: Callable[..., Any], *args: Any, **kwargs: Any)
 
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[4]
         record_positions(_find_positions_of_caller() if position_ids is None else position_ids)
-    return preprocess(*args, **kwargs)
+    return original_preprocess(*args, **kwargs)
 
 
 def _find_positions_of_caller() -> Any:
@@ -159,12 +159,12 @@ def _wrap_input_preparation(model_class: type) -> None:
 
 
 def _prepare_inputs(
-    original_prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    original_prepare_inputs: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Prepare the inputs of a model call, and record that the call processes the prompt."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
-    prepare_inputs = functools.partial(original_prepare, model, *args, **kwargs)
+    prepare_inputs = functools.partial(original_prepare_inputs, model, *args, **kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is None:
         return prepare_inputs()
@@ -172,7 +172,7 @@ def _prepare_inputs(
 
 
 def _prepare_then_index_cache(
-    prepare_cache: Callable[..., Any],
+    original_prepare_cache: Callable[..., Any],
     model: Any,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -184,7 +184,9 @@ def _prepare_then_index_cache(
     A cache that the user has passed is not indexed here; see `cab_hf.index_cache`.
     """
     user_cache = _get_cache(model_kwargs)
-    preparation_result = prepare_cache(model, generation_config, model_kwargs, *args, **kwargs)
+    preparation_result = original_prepare_cache(
+        model, generation_config, model_kwargs, *args, **kwargs
+    )
     text_config = model.config.get_text_config()
     if (
         text_config._attn_implementation not in IMPLEMENTATION_NAMES
@@ -198,14 +200,16 @@ def _prepare_then_index_cache(
     if generation is not None:
         _wrap_input_preparation(type(model))
         is_compiled = getattr(cache, "is_compileable", False)
-        generation.begin(prompt_of_generate(generation_config, model_kwargs), is_compiled)
+        generation.begin_generation(
+            prompt_of_generate(generation_config, model_kwargs), is_compiled
+        )
     if user_cache is None:
         _add_key_index(model, cache)
     return preparation_result
 
 
 def _update_then_index_cache(
-    update_kwargs: Callable[..., Any],
+    original_update_kwargs: Callable[..., Any],
     model: Any,
     outputs: Any,
     model_kwargs: dict[str, Any],
@@ -218,11 +222,11 @@ def _update_then_index_cache(
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         generation.forget_inputs()
-    cache_before = _get_cache(model_kwargs)
-    updated_kwargs = update_kwargs(model, outputs, model_kwargs, *args, **kwargs)
+    previous_cache = _get_cache(model_kwargs)
+    updated_kwargs = original_update_kwargs(model, outputs, model_kwargs, *args, **kwargs)
     # some models create their own cache, or replace the cache when a sequence becomes long
     cache = _get_cache(updated_kwargs)
-    if cache is not cache_before:
+    if cache is not previous_cache:
         _add_key_index(model, cache)
     return updated_kwargs
 
@@ -246,17 +250,17 @@ def wrap_early_exit() -> None:
 
 
 def _run_draft(
-    make_draft: Callable[..., Any], draft_generator: Any, *args: Any, **kwargs: Any
+    original_get_candidates: Callable[..., Any], draft_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a draft, and restore the number of layers in the config afterwards."""
     model = draft_generator.assistant_model
     model_config = getattr(model, model.base_model_prefix, model).config
     if model_config.get_text_config()._attn_implementation not in IMPLEMENTATION_NAMES:
-        return make_draft(draft_generator, *args, **kwargs)
+        return original_get_candidates(draft_generator, *args, **kwargs)
     from cab_hf.hf.model_config import accept_fewer_layers
 
     with accept_fewer_layers(model_config):
-        return make_draft(draft_generator, *args, **kwargs)
+        return original_get_candidates(draft_generator, *args, **kwargs)
 
 
 def wrap_logits_processors() -> None:
@@ -362,7 +366,7 @@ class _CabConfigAttribute:
 
 
 def _validate_settings(
-    original_check: Callable[..., str],
+    original_check_implementation: Callable[..., str],
     model: Any,
     requested_implementation: str | None,
     *args: Any,
@@ -373,11 +377,11 @@ def _validate_settings(
     Settings that do not fit the model raise an error before the first forward pass.
 
     Args:
-        original_check: transformers' check.
+        original_check_implementation: transformers' check.
         model: model that is built or switched.
         requested_implementation: name of the attention implementation; None if the user has given
             no name.
-        args, kwargs: further arguments of ``original_check``.
+        args, kwargs: further arguments of ``original_check_implementation``.
     """
     from cab_hf.hf.fit import warn_if_unused
     from cab_hf.hf.model_config import cab_config_of
@@ -394,7 +398,7 @@ def _validate_settings(
         make_predictor(cab_config_of(text_config, requested_implementation))
     elif requested_implementation is None and text_config._attn_implementation is None:
         warn_if_unused(text_config)
-    return original_check(model, requested_implementation, *args, **kwargs)
+    return original_check_implementation(model, requested_implementation, *args, **kwargs)
 
 
 def _accept_cab_config(make_model: Any) -> classmethod:
@@ -485,9 +489,9 @@ def register_when_imported() -> None:
 
     A registration runs immediately if its module is already imported.
     """
-    actions_by_module = {
+    registrations_by_module = {
         CONFIGURATION_MODULE: add_config_attribute,
-        MASKING_MODULE: wrap_masks,
+        MASKING_MODULE: wrap_mask_preprocessing,
         MODELING_MODULE: register,
         GENERATION_MODULE: wrap_generate,
         CANDIDATES_MODULE: wrap_early_exit,
@@ -496,11 +500,11 @@ def register_when_imported() -> None:
         BATCHING_MODULE: wrap_batching,
         SERVING_MODULE: wrap_serving,
     }
-    for module_name, register_action in actions_by_module.items():
+    for module_name, run_registration in registrations_by_module.items():
         if module_name in sys.modules:
-            register_action()
+            run_registration()
         else:
-            sys.meta_path.insert(0, _ImportHook(module_name, register_action))
+            sys.meta_path.insert(0, _ImportHook(module_name, run_registration))
 
 
 class _ImportHook(MetaPathFinder):
@@ -509,12 +513,12 @@ class _ImportHook(MetaPathFinder):
     When the module is imported, the hook removes itself and finds the module by the other finders.
 
     Args:
-        name: name of the module.
-        action: function to run after the import.
+        module_name: name of the module.
+        run_after_import: function that the hook calls after the import.
     """
 
-    def __init__(self, module_name: str, action: Callable[[], None]) -> None:
-        self._module_name, self._action = module_name, action
+    def __init__(self, module_name: str, run_after_import: Callable[[], None]) -> None:
+        self._module_name, self._run_after_import = module_name, run_after_import
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._module_name:
@@ -527,7 +531,7 @@ class _ImportHook(MetaPathFinder):
 
         def exec_then_run_action(module: ModuleType) -> None:
             exec_module(module)
-            self._action()
+            self._run_after_import()
 
         spec.loader.exec_module = exec_then_run_action
         return spec

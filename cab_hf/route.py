@@ -70,8 +70,8 @@ def route(
         dense_reason = _why_sparse_is_slower(mask, config, workload)
         attention_type = "sparse" if dense_reason is None else "dense"
     if attention_type == "sparse":
-        tail_start = mask.tail_start(config.dense_tail_blocks, config.query_block)
-        if tail_start is not None and mask.q_offset + mask.q_length <= tail_start:
+        dense_tail_start = mask.find_dense_tail_start(config.dense_tail_blocks, config.query_block)
+        if dense_tail_start is not None and mask.q_offset + mask.q_length <= dense_tail_start:
             config = replace(config, dense_tail_blocks=0)
         return Route("sparse", config, engines.choose(config.engine, workload))
     if attention_type == "sparse_decode":
@@ -124,8 +124,12 @@ def _choose_attention_type(
         return ("dense", dense_reason) if dense_reason else ("sparse_decode", None)
     if num_tokens < config.min_length:
         return "dense", f"input shorter than min_length={config.min_length}"
-    tail_start = mask.tail_start(config.dense_tail_blocks, config.query_block)
-    if tail_start is not None and config.dense_tail_blocks and mask.q_offset >= tail_start:
+    dense_tail_start = mask.find_dense_tail_start(config.dense_tail_blocks, config.query_block)
+    if (
+        dense_tail_start is not None
+        and config.dense_tail_blocks
+        and mask.q_offset >= dense_tail_start
+    ):
         return "dense", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None
 

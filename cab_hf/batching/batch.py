@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.call.call import Call, cast_to_one_dtype
-from cab_hf.call.forward_state import is_captured
+from cab_hf.call.forward_state import is_captured_in_cuda_graph
 from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.call.placeholder import PAGING_KEYWORDS, PagedBatch
 from cab_hf.call.scope import Prompt
@@ -129,7 +129,7 @@ class BatchRow:
         validate_arguments(arguments, mask=None)
         module = arguments.module
         q, k, v = cast_to_one_dtype(module, arguments.query, arguments.key, arguments.value)
-        config = paged_batch.state.parse_config_once(
+        config = paged_batch.forward_state.parse_config_once(
             module.config, cab_config_in_use if is_sparse else cab_config_of
         )
         has_sinks, has_softcap = arguments.s_aux is not None, arguments.softcap is not None
@@ -141,7 +141,7 @@ class BatchRow:
             layer=module,
             config=config,
             is_sparse=is_sparse,
-            workload=Workload.of(
+            workload=Workload.from_tensors(
                 q, k, v, block_sizes(config), sinks=has_sinks, softcap=has_softcap
             ),
             sinks=arguments.s_aux,
@@ -232,7 +232,7 @@ def attend_batch(packed_row: BatchRow) -> Tensor:
     if paging_arguments.get("block_table") is not None:
         paged_cache.update(**key_value_states, layer_idx=layer_idx, kwargs=paging_arguments)
         return _attend_pages(packed_row, allocator)
-    packed_requests = packed_row.paged_batch.state.get_or_compute(
+    packed_requests = packed_row.paged_batch.forward_state.get_or_compute(
         ("packed", allocator), lambda: _pack_requests(packed_row, allocator)
     )
     read_index = list(paging_arguments["read_index"])
@@ -290,7 +290,7 @@ def _pack_requests(packed_row: BatchRow, allocator: Any) -> PackedRequests:
         (paging_arguments["cu_seq_lens_q"], cu_seq_lens_k)
     ).tolist()
     # read_index is empty if no request has keys in the cache
-    has_kernels = len(read_index) > 0 and decode.has_kernels(packed_row.q, packed_row.k)
+    has_decode_kernels = len(read_index) > 0 and decode.has_kernels(packed_row.q, packed_row.k)
     mask_details = MaskDetails(
         model_name=packed_row.paged_batch.model_name,
         dense_block_size=_dense_block_size(packed_row.workload),
@@ -306,7 +306,7 @@ def _pack_requests(packed_row: BatchRow, allocator: Any) -> PackedRequests:
         has_prompt = request_index < len(prompt_lengths)
         prompt = Prompt(prompt_lengths[request_index]) if has_prompt else None
         is_after_prompt = prompt is None or num_keys > prompt.end
-        if num_queries == 1 and has_kernels and is_after_prompt:
+        if num_queries == 1 and has_decode_kernels and is_after_prompt:
             decode_requests.append((query_slice.start, key_slice.start, num_keys))
         elif num_queries:
             mask = MaskInfo(
@@ -318,13 +318,15 @@ def _pack_requests(packed_row: BatchRow, allocator: Any) -> PackedRequests:
                 details=mask_details,
             )
             gathered_key_slice = slice(num_gathered_keys, num_gathered_keys + num_keys)
-            for part_slice, part_mask in mask.split_at_prompt_end(has_separate_steps=False):
-                part_start, part_stop, _ = part_slice.indices(num_queries)
-                part_query_slice = slice(
-                    query_slice.start + part_start, query_slice.start + part_stop
+            for query_slice_in_request, sliced_mask in mask.split_at_prompt_end(
+                has_separate_decode_steps=False
+            ):
+                slice_start, slice_stop, _ = query_slice_in_request.indices(num_queries)
+                packed_query_slice = slice(
+                    query_slice.start + slice_start, query_slice.start + slice_stop
                 )
                 packed_sequences.append(
-                    PackedSequence(part_query_slice, gathered_key_slice, part_mask)
+                    PackedSequence(packed_query_slice, gathered_key_slice, sliced_mask)
                 )
             gathered_slots.append(read_index[key_slice])
             num_gathered_keys += num_keys
@@ -376,8 +378,8 @@ def _attend_pages(packed_row: BatchRow, allocator: Any) -> Tensor:
         return written_slots, visible_slots.expand(num_requests, packed_row.k.shape[1])
 
     # a captured CUDA graph must not read tensors that an earlier, uncaptured forward pass cached
-    cache_key = "pages", allocator, is_captured(packed_row.q)
-    written_slots, visible_slots = packed_row.paged_batch.state.get_or_compute(
+    cache_key = "pages", allocator, is_captured_in_cuda_graph(packed_row.q)
+    written_slots, visible_slots = packed_row.paged_batch.forward_state.get_or_compute(
         cache_key, find_slots
     )
     for cached_pages, x in zip(cache_pages, (packed_row.k, packed_row.v), strict=True):

@@ -407,19 +407,20 @@ def _defer_cache_update(
     return key_states, value_states
 
 
-def _read_prompt_lengths(buffers: Any) -> tuple[int, ...]:
+def _read_prompt_lengths(runner_buffers: Any) -> tuple[int, ...]:
     """Return the prompt length of each request of a batch, in tokens, without answers.
 
     transformers preempts a request if the cache has no free pages. The request then restarts with
     its prompt and its answer as a new prompt.
 
     Args:
-        buffers: buffers of a model runner.
+        runner_buffers: buffers of a model runner.
     """
     # asynchronous batching alternates between two sets of buffers
-    if hasattr(buffers, "io_pairs"):
-        buffers = buffers.io_pairs[buffers.current_pair].host_io
-    request_states = (future.state for future in buffers.requests_in_batch)
+    if hasattr(runner_buffers, "io_pairs"):
+        runner_buffers = runner_buffers.io_pairs[runner_buffers.current_pair].host_io
+    request_states = (future.state for future in runner_buffers.requests_in_batch)
     return tuple(
-        state._true_initial_tokens or len(state.initial_tokens) for state in request_states
+        request_state._true_initial_tokens or len(request_state.initial_tokens)
+        for request_state in request_states
     )

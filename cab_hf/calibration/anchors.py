@@ -118,7 +118,7 @@ def measure_layer(
         layer_context.scale, layer_context.channels, layer_context.sinks, layer_context.softcap
     )
     scores = compute_block_scores(
-        q, k, ranges=layer_context.ranges, config=config, score_options=score_options
+        q, k, key_ranges=layer_context.ranges, config=config, score_options=score_options
     )
     scores = cap_scores(scores, layer_context.ranges, config)[0]
     selected_blocks = torch.stack([scores >= threshold for threshold in THRESHOLDS]).cpu()
@@ -130,7 +130,7 @@ def measure_layer(
     mass = compute_block_mass(
         q,
         k,
-        ranges=layer_context.ranges,
+        key_ranges=layer_context.ranges,
         scale=layer_context.scale,
         query_block=config.query_block,
         key_block=config.key_block,
@@ -168,16 +168,18 @@ def compute_needle_shares(
         key_block: key block size, in tokens.
         needles: needle queries of the sequence.
     """
-    start, end = (
+    first_visible_key, last_visible_key = (
         x[:, needles.query_positions]
         for x in (layer_context.ranges.start, layer_context.ranges.end)
     )
-    ranges = KeyRanges(start, end, layer_context.ranges.key_valid, consecutive=False)
+    key_ranges = KeyRanges(
+        first_visible_key, last_visible_key, layer_context.ranges.key_valid, consecutive=False
+    )
     needle_shares = q.new_zeros(
         q.shape[1], len(needles.query_positions), -(-k.shape[2] // key_block), dtype=torch.float32
     )
     attention_chunks = iterate_attention_rows(
-        q[:, :, needles.query_positions], k, ranges, layer_context.scale
+        q[:, :, needles.query_positions], k, key_ranges, layer_context.scale
     )
     for first_query, row_attention in attention_chunks:
         query_slice = slice(first_query, first_query + row_attention.shape[2])
@@ -223,9 +225,9 @@ def compute_coverage(
         Returns:
             float64. The dimensions are layer a, layer b, head of a and head of b.
         """
-        coverage = selected_blocks.flatten(0, 1).flatten(1) @ attention_shares.T
-        coverage = coverage.view(num_layers, num_heads, num_layers, num_heads)
-        return coverage.transpose(1, 2).double()
+        coverage_of_pairs = selected_blocks.flatten(0, 1).flatten(1) @ attention_shares.T
+        coverage_of_pairs = coverage_of_pairs.view(num_layers, num_heads, num_layers, num_heads)
+        return coverage_of_pairs.transpose(1, 2).double()
 
     return Coverage(
         mass=sum_shares(is_selected, mass),
@@ -304,27 +306,32 @@ def find_best_anchors(
     """
     num_layers = len(anchor_values)
     require_num_anchors(num_anchors, num_layers)
-    # segment_value[a][b]: total value of layers a to b - 1 if layer a is their anchor
-    segment_value = [
-        [sum(anchor_values[a][a:b]) for b in range(num_layers + 1)] for a in range(num_layers)
+    # segment_values[anchor][segment_end]: total value of layers anchor to segment_end - 1
+    segment_values = [
+        [sum(anchor_values[anchor][anchor:segment_end]) for segment_end in range(num_layers + 1)]
+        for anchor in range(num_layers)
     ]
-    # best_of_first_layers[b]: largest total value of layers 0 to b - 1, and its anchors
-    best_of_first_layers = {b: (segment_value[0][b], (0,)) for b in range(1, num_layers + 1)}
+    # for each segment_end: largest total value of layers 0 to segment_end - 1, and its anchors
+    best_anchors_of_first_layers = {
+        segment_end: (segment_values[0][segment_end], (0,))
+        for segment_end in range(1, num_layers + 1)
+    }
     for num_placed_anchors in range(2, num_anchors + 1):
-        best_of_first_layers = {
-            b: max(
+        best_anchors_of_first_layers = {
+            segment_end: max(
                 (
                     (
-                        best_of_first_layers[a][0] + segment_value[a][b],
-                        (*best_of_first_layers[a][1], a),
+                        best_anchors_of_first_layers[anchor][0]
+                        + segment_values[anchor][segment_end],
+                        (*best_anchors_of_first_layers[anchor][1], anchor),
                     )
-                    for a in range(num_placed_anchors - 1, b)
+                    for anchor in range(num_placed_anchors - 1, segment_end)
                 ),
                 key=lambda candidate: candidate[0],
             )
-            for b in range(num_placed_anchors, num_layers + 1)
+            for segment_end in range(num_placed_anchors, num_layers + 1)
         }
-    return best_of_first_layers[num_layers][1]
+    return best_anchors_of_first_layers[num_layers][1]
 
 
 def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
@@ -337,7 +344,10 @@ def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
         anchors: indices of the anchors among the measured layers.
     """
     num_layers, num_heads = gain.shape[1:3]
-    anchor_of_layer = tuple(max(a for a in anchors if a <= b) for b in range(num_layers))
+    anchor_of_layer = tuple(
+        max(anchor for anchor in anchors if anchor <= layer_index)
+        for layer_index in range(num_layers)
+    )
     head_indices = torch.arange(num_heads)
     source_heads = [
         head_indices if anchor == layer else gain[anchor, layer].argmax(0)

@@ -48,7 +48,7 @@ def measure_densities(
         layer_context.scale, layer_context.channels, layer_context.sinks, layer_context.softcap
     )
     scores = compute_block_scores(
-        q, k, ranges=layer_context.ranges, config=config, score_options=score_options
+        q, k, key_ranges=layer_context.ranges, config=config, score_options=score_options
     )
     for head_scores in cap_scores(scores, layer_context.ranges, config)[0]:
         # number of the thresholds 1 and `THRESHOLDS` at which a row selects each block
@@ -62,42 +62,44 @@ def measure_densities(
     return (pairs_by_threshold.flip(0).cumsum(0) / (block_pairs.sum() * q.shape[1])).cpu()
 
 
-def count_block_pairs(ranges: KeyRanges, config: CabConfig) -> Tensor:
+def count_block_pairs(key_ranges: KeyRanges, config: CabConfig) -> Tensor:
     """Return the visible (query, key) pairs of each block of one sequence, float64 [M_q, M_k]."""
-    block_start = torch.arange(0, ranges.kv_length, config.key_block, device=ranges.start.device)
+    block_start = torch.arange(
+        0, key_ranges.kv_length, config.key_block, device=key_ranges.start.device
+    )
     block_end = block_start + config.key_block - 1
-    first_key, last_key = ranges.start[0, :, None], ranges.end[0, :, None]
+    first_key, last_key = key_ranges.start[0, :, None], key_ranges.end[0, :, None]
     # [N_q, M_k], number of visible keys of each query in each key block
     num_visible_keys = (
         torch.minimum(block_end, last_key) - torch.maximum(block_start, first_key) + 1
     )
-    num_padding_queries = -ranges.q_length % config.query_block
+    num_padding_queries = -key_ranges.q_length % config.query_block
     num_visible_keys = F.pad(num_visible_keys.clamp(min=0), (0, 0, 0, num_padding_queries))
     return num_visible_keys.unflatten(0, (-1, config.query_block)).sum(1).double()
 
 
 def compute_min_density(config: CabConfig, num_tokens: int) -> float:
     """Return the share of (query, key) pairs of ``num_tokens`` tokens that are in forced blocks."""
-    ranges = KeyRanges.causal(1, num_tokens, num_tokens, "cpu")
-    is_visible = block_visibility(ranges, config.query_block, config.key_block)
-    block_pairs = count_block_pairs(ranges, config)
-    is_forced = reference.forced_blocks(is_visible, ranges, config)[0]
+    key_ranges = KeyRanges.causal(1, num_tokens, num_tokens, "cpu")
+    is_visible = block_visibility(key_ranges, config.query_block, config.key_block)
+    block_pairs = count_block_pairs(key_ranges, config)
+    is_forced = reference.forced_blocks(is_visible, key_ranges, config)[0]
     return float((block_pairs * is_forced).sum() / block_pairs.sum())
 
 
 def compute_max_density(config: CabConfig, num_tokens: int) -> float:
     """Return the largest density of ``num_tokens`` tokens that ``max_density`` allows."""
-    ranges = KeyRanges.causal(1, num_tokens, num_tokens, "cpu")
-    is_visible = block_visibility(ranges, config.query_block, config.key_block)
-    is_forced = reference.forced_blocks(is_visible, ranges, config)
+    key_ranges = KeyRanges.causal(1, num_tokens, num_tokens, "cpu")
+    is_visible = block_visibility(key_ranges, config.query_block, config.key_block)
+    is_forced = reference.forced_blocks(is_visible, key_ranges, config)
     # equal ranks, because all blocks that are not forced contain the same number of pairs
     scores = (
         torch.zeros(is_visible.shape)
         .masked_fill(is_forced, torch.inf)
         .masked_fill(~is_visible, -1.0)
     )
-    can_be_selected = cap_scores(scores[:, None], ranges, config)[0, 0] >= 0
-    block_pairs = count_block_pairs(ranges, config)
+    can_be_selected = cap_scores(scores[:, None], key_ranges, config)[0, 0] >= 0
+    block_pairs = count_block_pairs(key_ranges, config)
     return float((block_pairs * can_be_selected).sum() / block_pairs.sum())
 
 
@@ -207,6 +209,8 @@ def interpolate_threshold(
     threshold = thresholds[threshold_index]
     if threshold_index + 1 < len(thresholds):
         density_step = max(densities[threshold_index + 1] - densities[threshold_index], 1e-12)
-        fraction = min((target_density - densities[threshold_index]) / density_step, 1.0)
-        threshold *= exp(fraction * log(thresholds[threshold_index + 1] / threshold))
+        interpolation_fraction = min(
+            (target_density - densities[threshold_index]) / density_step, 1.0
+        )
+        threshold *= exp(interpolation_fraction * log(thresholds[threshold_index + 1] / threshold))
     return threshold_index, float(f"{threshold:.3g}")

@@ -79,7 +79,7 @@ class Call:
                 num_keys=k.shape[2],
                 window=arguments.sliding_window,
             )
-        config = mask.state.parse_config_once(
+        config = mask.forward_state.parse_config_once(
             module.config, cab_config_in_use if is_sparse else cab_config_of
         )
         call = Call(
@@ -90,7 +90,7 @@ class Call:
             layer=module,
             config=config,
             is_sparse=is_sparse,
-            workload=Workload.of(
+            workload=Workload.from_tensors(
                 q, k, v, block_sizes(config), sinks=s_aux is not None, softcap=softcap is not None
             ),
             mask=mask,
@@ -99,7 +99,7 @@ class Call:
             sinks=s_aux,
             softcap=softcap,
         )
-        mask.state.require_same_settings(
+        mask.forward_state.require_same_settings(
             module, config, is_sparse=is_sparse, sampled_one_in=call.sampled_one_in
         )
         return call._with_documents(
@@ -116,7 +116,7 @@ class Call:
         parallel_settings, q = self.mask.details.parallel_settings, self.q
         if parallel_settings is not None:
             return replace(
-                self, mask=parallel_settings.sharded_mask(self, position_ids, cu_seq_lens)
+                self, mask=parallel_settings.make_sharded_mask(self, position_ids, cu_seq_lens)
             )
         if is_sharded(self.layer.config):
             _raise_mask_built_outside(self.layer)
@@ -141,16 +141,16 @@ class Call:
         ]
 
     def make_layer_context(
-        self, ranges: KeyRanges, shared_state: dict[Any, Any] | None = None
+        self, key_ranges: KeyRanges, shared_state: dict[Any, Any] | None = None
     ) -> LayerContext:
         """Return the context of the layer for a predictor.
 
         Args:
-            ranges: visible keys of every query.
+            key_ranges: visible keys of every query.
             shared_state: results that layers of a forward pass share, by key; None for a new dict.
         """
         return LayerContext(
-            ranges=ranges,
+            ranges=key_ranges,
             scale=self.scale,
             layer=layer_index(self.layer),
             shared_state={} if shared_state is None else shared_state,

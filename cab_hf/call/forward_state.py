@@ -44,7 +44,7 @@ class ForwardState:
     # attention module -> its plans, if the module needs gradients
     _plans: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
-    def for_query_slice(self) -> ForwardState:
+    def make_state_of_query_slice(self) -> ForwardState:
         """Return an empty state for a slice of the queries, with the same settings and configs."""
         return ForwardState(
             _parsed_configs=self._parsed_configs, _first_settings=self._first_settings
@@ -121,14 +121,14 @@ class ForwardState:
         if (
             torch.compiler.is_compiling()
             or tensor_with_gradient is None
-            or is_captured(tensor_with_gradient)
+            or is_captured_in_cuda_graph(tensor_with_gradient)
         ):
             return predict_plan()
         saved_plans = self._plans.setdefault(layer, [])
         if not is_in_backward_pass():
             plan = trim_plan(predict_plan())
             # stored on the host, because the lists of all layers need much memory of the GPU
-            saved_plans.append(narrow_plan(plan).map_tensors(_copy_to_pinned_host))
+            saved_plans.append(narrow_plan_to_int16(plan).map_tensors(_copy_to_pinned_host))
             return plan
         if len(saved_plans) > 1:
             # Select blocks again: the layer was called several times, and the recomputed call is
@@ -146,7 +146,7 @@ def is_in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_captured(x: Tensor) -> bool:
+def is_captured_in_cuda_graph(x: Tensor) -> bool:
     """Return True if operations on ``x`` are captured in a CUDA graph.
 
     Callers must then share no results with other forward passes: replaying a graph runs no code on
@@ -171,7 +171,7 @@ def _trim_block_lists(block_lists: BlockIndices) -> BlockIndices:
     return BlockIndices(block_lists.counts, block_lists.indices[..., :max_list_length].contiguous())
 
 
-def narrow_plan(plan: BlockPlan) -> BlockPlan:
+def narrow_plan_to_int16(plan: BlockPlan) -> BlockPlan:
     """Return the plan with int16 lists if all block indices are below 2**15."""
     return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 

@@ -229,7 +229,7 @@ def _find_pattern(
             )
     is_causal_function = mask_function is causal_mask_function
     if unsupported_reason is None and not is_causal_function and mask_arguments.q_length > 1:
-        attends_next, starts_document = packing.find_attention_to_neighbours(
+        has_attention_to_next_token, starts_document = packing.find_attention_to_neighbours(
             mask_function,
             batch=mask_arguments.batch,
             q_offset=q_offset,
@@ -237,7 +237,7 @@ def _find_pattern(
             device=mask_arguments.device,
         )
         unsupported_reason, is_non_causal, doc_ids = _classify_neighbour_attention(
-            attends_next, starts_document, has_all_keys=has_all_keys, window=window
+            has_attention_to_next_token, starts_document, has_all_keys=has_all_keys, window=window
         )
     if has_chunks and arguments_by_function is not None:
         # neighbouring tokens do not distinguish documents from chunks: use the documents that
@@ -259,11 +259,11 @@ def _find_prompt(mask_arguments: _MaskArguments, q_offset: int | Tensor) -> Prom
             first decode step.
     """
     q_length = mask_arguments.q_length
-    call_end = None if isinstance(q_offset, Tensor) else q_offset + q_length
-    prompt = current_prompt(mask_arguments.batch, mask_arguments.config, call_end)
+    call_end_slot = None if isinstance(q_offset, Tensor) else q_offset + q_length
+    prompt = current_prompt(mask_arguments.batch, mask_arguments.config, call_end_slot)
     if prompt is None:
         return None
-    is_prompt_over = prompt.progress.is_over(q_offset, prompt.end)
+    is_prompt_over = prompt.progress.is_prompt_over(q_offset, prompt.end)
     has_window = bool(mask_arguments.kv_offset) or mask_arguments.local_size is not None
     # layers with a window do not need the prompt, and a single query after it is a decode step
     return None if has_window or (is_prompt_over and q_length == 1) else prompt
@@ -278,12 +278,16 @@ def _find_first_unpadded_slots(mask_arguments: _MaskArguments) -> Tensor:
 
 
 def _classify_neighbour_attention(
-    attends_next: Tensor, starts_document: Tensor, *, has_all_keys: bool, window: int | None
+    has_attention_to_next_token: Tensor,
+    starts_document: Tensor,
+    *,
+    has_all_keys: bool,
+    window: int | None,
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
     """Return the fields of `_MaskPattern` that follow from attention between neighbouring tokens.
 
     Args:
-        attends_next: bool [], True if any token attends to the next token.
+        has_attention_to_next_token: bool [], True if any token attends to the next token.
         starts_document: bool [B, N_q], True for tokens that do not attend to the previous token.
         has_all_keys: True if the call contains all keys that are visible to its queries.
         window: width of a sliding window in tokens; None without a window.
@@ -292,10 +296,15 @@ def _classify_neighbour_attention(
         ``unsupported_reason``, ``is_non_causal`` and ``doc_ids``.
     """
     is_eager = not torch.compiler.is_compiling()
-    unsupported_reason, is_non_causal, has_documents = None, attends_next, True
+    unsupported_reason, is_non_causal, has_documents = None, has_attention_to_next_token, True
     if is_eager:
-        attends_forward, has_documents = torch.stack((attends_next, starts_document.any())).tolist()
-        unsupported_reason, is_non_causal = NON_CAUSAL_REASON if attends_forward else None, None
+        is_non_causal_on_host, has_documents = torch.stack(
+            (has_attention_to_next_token, starts_document.any())
+        ).tolist()
+        unsupported_reason, is_non_causal = (
+            NON_CAUSAL_REASON if is_non_causal_on_host else None,
+            None,
+        )
     if has_documents and has_all_keys:
         return unsupported_reason, is_non_causal, starts_document.cumsum(-1)
     if has_documents and is_eager and window is None:

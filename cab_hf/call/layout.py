@@ -16,7 +16,7 @@ from cab_hf.call.packing import (
     is_first_token,
     read_document_lengths,
 )
-from cab_hf.ops.attention.complete import with_sinks
+from cab_hf.ops.attention.complete import rescale_for_sinks
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, row_indices
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -48,8 +48,9 @@ class BlockLayout:
     documents. A layout moves the padding of each row to its end, and starts each document at a
     block border. A sequence then selects the same blocks alone, padded or packed.
 
-    A layer moves tensors into the layout (`queries`, `keys`), selects blocks (`choose`, or
-    `full_plan`), computes attention (`attend`) and moves the output back (`restore`).
+    A layer moves tensors into the layout (`queries`, `keys`), selects blocks
+    (`select_plan`, or `make_plan_of_visible_blocks`), computes attention (`attend`) and moves the
+    output back (`restore`).
     `cab_hf.distributed.sharded.ShardedLayout` has the same methods for a sequence over many ranks.
 
     Attributes:
@@ -104,11 +105,13 @@ class BlockLayout:
         """
         options = LayoutOptions() if options is None else options
         if padding_mask is None and doc_ids is None:
-            ranges = KeyRanges.causal(batch, q_length, kv_length, device=device, q_slot=q_offset)
-            return cls._build_without_moving_tokens(ranges, kv_length, options)
+            key_ranges = KeyRanges.causal(
+                batch, q_length, kv_length, device=device, q_slot=q_offset
+            )
+            return cls._build_without_moving_tokens(key_ranges, kv_length, options)
         if doc_ids is not None and torch.compiler.is_compiling():
-            ranges = _make_ranges_without_layout(doc_ids, padding_mask)
-            return cls(_limit_ranges_to_window(ranges, options.window), kv_length)
+            key_ranges = _make_ranges_without_layout(doc_ids, padding_mask)
+            return cls(_limit_ranges_to_window(key_ranges, options.window), kv_length)
         is_valid_key = padding_mask
         if is_valid_key is None:
             is_valid_key = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
@@ -141,21 +144,21 @@ class BlockLayout:
 
     @classmethod
     def _build_without_moving_tokens(
-        cls, ranges: KeyRanges, kv_length: int, options: LayoutOptions
+        cls, key_ranges: KeyRanges, kv_length: int, options: LayoutOptions
     ) -> BlockLayout:
         """Return the layout of a call without padding and documents, with keys in their slots.
 
         Args:
-            ranges: causal ranges of the call.
+            key_ranges: causal ranges of the call.
             kv_length: key slots per row.
             options: see `build`; ``block_offset`` is one number for all rows.
         """
-        ranges = replace(ranges, sequence_end=options.sequence_end)
-        ranges = _limit_ranges_to_window(ranges, options.window)
+        key_ranges = replace(key_ranges, sequence_end=options.sequence_end)
+        key_ranges = _limit_ranges_to_window(key_ranges, options.window)
         if options.block_offset:
-            layout = cls._build_shifted(ranges, kv_length, options.block_offset)
+            layout = cls._build_shifted(key_ranges, kv_length, options.block_offset)
         else:
-            layout = cls(ranges, kv_length)
+            layout = cls(key_ranges, kv_length)
         if isinstance(options.sequence_end, Tensor):
             # this chunk has no padding, but rows of the complete prompt have different lengths
             num_tokens = options.sequence_end.expand(-1, layout.ranges.end.shape[1])
@@ -204,7 +207,7 @@ class BlockLayout:
             )
             return moved_values.masked_fill(~has_query, fill_value).to(torch.int32)
 
-        ranges = KeyRanges(
+        key_ranges = KeyRanges(
             start=move_to_queries(positions.document_start, 0),
             end=move_to_queries(positions.key_positions, -1),
             key_valid=has_key,
@@ -216,11 +219,12 @@ class BlockLayout:
         if window is not None:
             # positions of the first key inside the window of each slot
             window_start = (
-                F.pad(is_valid_key.cumsum(-1), (window, 0))[:, :kv_length] + positions.shift
+                F.pad(is_valid_key.cumsum(-1), (window, 0))[:, :kv_length]
+                + positions.document_shift
             )
-            ranges = _drop_keys_before_window(ranges, move_to_queries(window_start, 0))
+            key_ranges = _drop_keys_before_window(key_ranges, move_to_queries(window_start, 0))
         return cls(
-            ranges=ranges,
+            ranges=key_ranges,
             kv_length=kv_length,
             query_order=TokenPermutation.from_row_indices(
                 token_indices=query_indices,
@@ -241,23 +245,25 @@ class BlockLayout:
 
     @classmethod
     def _build_shifted(
-        cls, ranges: KeyRanges, kv_length: int, num_vacant_positions: int
+        cls, key_ranges: KeyRanges, kv_length: int, num_vacant_positions: int
     ) -> BlockLayout:
         """Return a layout with ``num_vacant_positions`` vacant positions before the first query."""
-        batch, num_tokens = ranges.end.shape
+        batch, num_tokens = key_ranges.end.shape
         query_positions = torch.arange(
-            num_vacant_positions, num_vacant_positions + num_tokens, device=ranges.end.device
+            num_vacant_positions, num_vacant_positions + num_tokens, device=key_ranges.end.device
         )
-        query_indices = torch.arange(-num_vacant_positions, num_tokens, device=ranges.end.device)
+        query_indices = torch.arange(
+            -num_vacant_positions, num_tokens, device=key_ranges.end.device
+        )
         has_query = (query_indices >= 0).expand(batch, -1)
         query_indices, query_positions = (
             query_indices.clamp(min=0).expand(batch, -1),
             query_positions.expand(batch, -1),
         )
-        ranges = replace(
-            ranges,
-            start=F.pad(ranges.start, (num_vacant_positions, 0)),
-            end=F.pad(ranges.end, (num_vacant_positions, 0), value=-1),
+        key_ranges = replace(
+            key_ranges,
+            start=F.pad(key_ranges.start, (num_vacant_positions, 0)),
+            end=F.pad(key_ranges.end, (num_vacant_positions, 0), value=-1),
         )
         query_order = TokenPermutation.from_row_indices(
             token_indices=query_indices,
@@ -265,7 +271,7 @@ class BlockLayout:
             positions=query_positions,
             has_position=None,
         )
-        return cls(ranges, kv_length, query_order)
+        return cls(key_ranges, kv_length, query_order)
 
     def query_blocks_below_min_length(
         self, min_queries: int, min_tokens: int, query_block: int
@@ -305,16 +311,24 @@ class BlockLayout:
             num_blocks,
         )
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Return x [B, H, N_q, D] in the order of the layout."""
-        return x if self.query_order is None else self.query_order.apply(x)
+    def queries(self, q_in_call_order: Tensor) -> Tensor:
+        """Return queries [B, H, N_q, D] in the order of the layout."""
+        return (
+            q_in_call_order
+            if self.query_order is None
+            else self.query_order.permute_tokens(q_in_call_order)
+        )
 
-    def keys(self, x: Tensor) -> Tensor:
-        """Return x [B, H_kv, N_k, D] in the order of the layout, without unwritten cache slots."""
-        x = x[:, :, : self.kv_length]
-        return x if self.key_order is None else self.key_order.apply(x)
+    def keys(self, kv_in_call_order: Tensor) -> Tensor:
+        """Return K or V [B, H_kv, N_k, D] in the order of the layout, without unwritten slots."""
+        kv_in_call_order = kv_in_call_order[:, :, : self.kv_length]
+        return (
+            kv_in_call_order
+            if self.key_order is None
+            else self.key_order.permute_tokens(kv_in_call_order)
+        )
 
-    def choose(
+    def select_plan(
         self, predictor: Predictor, q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> BlockPlan:
         """Return the plan that ``predictor`` selects, without gradient.
@@ -330,9 +344,9 @@ class BlockLayout:
                 q, predictor.summary_of(k, self.ranges.key_valid, layer_context), layer_context
             )
 
-    def full_plan(self) -> BlockPlan:
+    def make_plan_of_visible_blocks(self) -> BlockPlan:
         """Return the plan of all visible blocks, with blocks of `DENSE_BLOCK_SIZE` tokens."""
-        return full_plan(self.ranges, DENSE_BLOCK_SIZE)
+        return make_plan_of_visible_blocks(self.ranges, DENSE_BLOCK_SIZE)
 
     def attend(
         self,
@@ -362,22 +376,26 @@ class BlockLayout:
         out, lse = engine.attention(
             q, k, v, plan=plan, scale=scale, return_lse=True, softcap=softcap
         )
-        return with_sinks(out, lse, sinks)
+        return rescale_for_sinks(out, lse, sinks)
 
-    def restore(self, out: Tensor) -> Tensor:
-        """Return out [B, H, N', D_v] in the order of the call, with zeros at padding queries."""
-        return out if self.query_order is None else self.query_order.undo(out)
+    def restore(self, out_in_layout_order: Tensor) -> Tensor:
+        """Return the output [B, H, N', D_v] in the order of the call, with 0 at padding queries."""
+        return (
+            out_in_layout_order
+            if self.query_order is None
+            else self.query_order.unpermute_tokens(out_in_layout_order)
+        )
 
 
 @cached_per_ranges
-def full_plan(ranges: KeyRanges, block_size: int) -> BlockPlan:
+def make_plan_of_visible_blocks(key_ranges: KeyRanges, block_size: int) -> BlockPlan:
     """Return the plan of all visible blocks of ``block_size`` tokens, cached for all layers."""
-    return BlockPlan.causal(ranges, 1, block_size, block_size)
+    return BlockPlan.causal(key_ranges, 1, block_size, block_size)
 
 
 @cached_per_ranges
 def _query_blocks_of_short_documents(
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     num_document_queries: Tensor,
     num_document_tokens: Tensor,
     min_queries: int,
@@ -390,7 +408,7 @@ def _query_blocks_of_short_documents(
     Rows with fewer such blocks are filled with -1.
 
     Args:
-        ranges: visible keys of each query.
+        key_ranges: visible keys of each query.
         num_document_queries: int [B, N'_q], number of queries in the document of each query.
         num_document_tokens: int [B, N'_q], number of tokens in the document of each query.
         min_queries: documents with fewer queries are short.
@@ -398,10 +416,12 @@ def _query_blocks_of_short_documents(
         query_block: query block size, in tokens.
         max_blocks: upper bound of the number of query blocks per row.
     """
-    is_short = (num_document_queries < min_queries) | (num_document_tokens < min_tokens)
-    is_short = is_short & (ranges.end >= 0)
-    is_short = F.pad(is_short, (0, -is_short.shape[1] % query_block))
-    return row_indices(is_short.unflatten(1, (-1, query_block)).any(-1), max_blocks)
+    is_in_short_document = (num_document_queries < min_queries) | (num_document_tokens < min_tokens)
+    is_in_short_document = is_in_short_document & (key_ranges.end >= 0)
+    is_in_short_document = F.pad(
+        is_in_short_document, (0, -is_in_short_document.shape[1] % query_block)
+    )
+    return row_indices(is_in_short_document.unflatten(1, (-1, query_block)).any(-1), max_blocks)
 
 
 class _Positions(NamedTuple):
@@ -413,8 +433,8 @@ class _Positions(NamedTuple):
         num_key_positions: number of positions for keys.
         num_query_positions: number of positions for queries.
         document_start: int64 [B, N_k], position of the first token in the document of each key.
-        shift: int64 [B, N_k], position of each key minus the number of earlier keys of its row
-            that are not padding.
+        document_shift: int64 [B, N_k], position of each key minus the number of earlier keys of its
+            row that are not padding.
         num_documents: documents per row.
         num_document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
         num_document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
@@ -427,7 +447,7 @@ class _Positions(NamedTuple):
     num_key_positions: int
     num_query_positions: int
     document_start: Tensor
-    shift: Tensor
+    document_shift: Tensor
     num_documents: int
     num_document_queries: Tensor
     num_document_tokens: Tensor
@@ -465,7 +485,7 @@ def _compute_positions_of_rows(
         num_key_positions=is_valid_key.shape[1],
         num_query_positions=num_query_positions,
         document_start=zero_positions,
-        shift=zero_positions,
+        document_shift=zero_positions,
         num_documents=1,
         num_document_queries=num_document_queries,
         num_document_tokens=num_document_tokens,
@@ -493,8 +513,8 @@ def _compute_positions_of_documents(
     if document_lengths is None:
         document_lengths = read_document_lengths(is_valid_key, doc_ids)
     num_tokens = count_document_tokens(is_valid_key, doc_ids, len(document_lengths[0]))
-    document_start, shift = _align_documents(num_tokens, doc_ids, align)
-    key_positions = is_valid_key.cumsum(-1) - 1 + shift
+    document_start, document_shift = _align_documents(num_tokens, doc_ids, align)
+    key_positions = is_valid_key.cumsum(-1) - 1 + document_shift
     # at least one position, also for a call that is all padding
     num_positions = max(1, *(_count_aligned_positions(row, align) for row in document_lengths))
     num_document_tokens = num_tokens.gather(1, doc_ids.to(torch.int64))
@@ -505,7 +525,7 @@ def _compute_positions_of_documents(
         num_key_positions=num_positions,
         num_query_positions=num_positions,
         document_start=document_start,
-        shift=shift,
+        document_shift=document_shift,
         num_documents=len(document_lengths[0]),
         num_document_queries=num_document_tokens,
         num_document_tokens=num_document_tokens,
@@ -513,24 +533,28 @@ def _compute_positions_of_documents(
     )
 
 
-def _limit_ranges_to_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
-    """Return ``ranges`` limited to the last ``window`` keys of each query.
+def _limit_ranges_to_window(key_ranges: KeyRanges, window: int | None) -> KeyRanges:
+    """Return ``key_ranges`` limited to the last ``window`` keys of each query.
 
     If ``window`` is None, all keys remain. The keys of a query must be consecutive, without padding
     between them.
     """
-    return ranges if window is None else _drop_keys_before_window(ranges, ranges.end - (window - 1))
+    return (
+        key_ranges
+        if window is None
+        else _drop_keys_before_window(key_ranges, key_ranges.end - (window - 1))
+    )
 
 
-def _drop_keys_before_window(ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
-    """Return ``ranges`` without the keys before the window of each query.
+def _drop_keys_before_window(key_ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
+    """Return ``key_ranges`` without the keys before the window of each query.
 
     Args:
-        ranges: visible keys of each query.
+        key_ranges: visible keys of each query.
         window_start: int32 [B, N_q], first key inside the window of each query.
     """
-    start = torch.maximum(ranges.start, window_start)
-    return replace(ranges, start=start, aligned=False)
+    first_visible_keys = torch.maximum(key_ranges.start, window_start)
+    return replace(key_ranges, start=first_visible_keys, aligned=False)
 
 
 def _invert_positions(
@@ -586,11 +610,11 @@ def _align_documents(
 
 def _count_aligned_positions(document_lengths: Sequence[DocumentLength], align: int) -> int:
     """Return the number of positions of a row whose documents start at multiples of ``align``."""
-    next_start = end = 0
+    next_document_start = row_end = 0
     for _, num_tokens in document_lengths:
-        end = next_start + num_tokens if num_tokens else end
-        next_start += -(-num_tokens // align) * align
-    return end
+        row_end = next_document_start + num_tokens if num_tokens else row_end
+        next_document_start += -(-num_tokens // align) * align
+    return row_end
 
 
 def _make_ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyRanges:
@@ -611,10 +635,10 @@ def _make_ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) ->
             "a model with sinks or soft caps, where 'cab' cannot read padding. Leave it out, or do "
             "not compile."
         )
-    slots = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
-    slots = slots.expand_as(doc_ids)
-    document_start = slots.masked_fill(~is_first_token(doc_ids), 0).cummax(-1).values
-    return KeyRanges(document_start, slots, torch.ones_like(doc_ids, dtype=torch.bool))
+    token_slots = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
+    token_slots = token_slots.expand_as(doc_ids)
+    document_start = token_slots.masked_fill(~is_first_token(doc_ids), 0).cummax(-1).values
+    return KeyRanges(document_start, token_slots, torch.ones_like(doc_ids, dtype=torch.bool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -665,13 +689,13 @@ class TokenPermutation:
             )
         return cls(token_indices.flatten(), ~has_token, positions.flatten(), is_padding)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def permute_tokens(self, x: Tensor) -> Tensor:
         """Return x [B, H, N, D] in the new order, [B, H, N', D] with strides of [B, N', H, D]."""
         return _GatherTokens.apply(
             x, self.token_indices, None, self.position_indices, self.is_padding
         )
 
-    def undo(self, x: Tensor) -> Tensor:
+    def unpermute_tokens(self, x: Tensor) -> Tensor:
         """Return x [B, H, N', D] in the old order, [B, H, N, D], with zeros at padding.
 
         The strides are those of [B, N, H, D].

@@ -86,7 +86,7 @@ class MaskInfo(MaskPlaceholder):
         prompt: prompt that the call processes; None if its end is not known. Each call then counts
             as the end of a prompt, and calls with few queries count as decode steps.
         details: properties that few functions need.
-        state: caches that the layers share.
+        forward_state: caches that the layers share.
     """
 
     batch: int
@@ -99,7 +99,7 @@ class MaskInfo(MaskPlaceholder):
     prompt: Prompt | None = None
     # lambdas: torch.compile does not trace a class as a factory, nor an object as a default
     details: MaskDetails = field(default_factory=lambda: MaskDetails())
-    state: ForwardState = field(default_factory=lambda: ForwardState())
+    forward_state: ForwardState = field(default_factory=lambda: ForwardState())
 
     @property
     def model_name(self) -> str:
@@ -121,23 +121,23 @@ class MaskInfo(MaskPlaceholder):
             full_slice,
         ):
             return super().__getitem__(index)
-        start, stop, step = query_slice.indices(self.q_length)
-        if (stop, step) != (self.q_length, 1) or start == stop:
+        query_start, query_stop, step = query_slice.indices(self.q_length)
+        if (query_stop, step) != (self.q_length, 1) or query_start == query_stop:
             return super().__getitem__(index)
-        stored_packing = self.state.get_stored(PACKING_CACHE_KEY)
+        stored_packing = self.forward_state.get_stored(PACKING_CACHE_KEY)
         mask = self if stored_packing is None else self._with_packing(stored_packing)
-        return mask.slice_queries(start, stop)
+        return mask.slice_queries(query_start, query_stop)
 
-    def slice_queries(self, start: int, stop: int) -> MaskInfo:
-        """Return the mask of the queries ``start`` to ``stop - 1``, without later keys."""
-        if (start, stop) == (0, self.q_length):
+    def slice_queries(self, query_start: int, query_stop: int) -> MaskInfo:
+        """Return the mask of queries ``query_start`` to ``query_stop - 1``, without later keys."""
+        if (query_start, query_stop) == (0, self.q_length):
             return self
         changed_fields: dict[str, Any] = {
-            "q_length": stop - start,
-            "q_offset": self.q_offset + start,
+            "q_length": query_stop - query_start,
+            "q_offset": self.q_offset + query_start,
         }
-        if stop < self.q_length:
-            key_end = changed_fields["kv_length"] = self.q_offset + stop
+        if query_stop < self.q_length:
+            key_end = changed_fields["kv_length"] = self.q_offset + query_stop
             key_tensors = {"padding_mask": self.padding_mask, "doc_ids": self.doc_ids}
             changed_fields |= {
                 field_name: x[:, :key_end] for field_name, x in key_tensors.items() if x is not None
@@ -145,31 +145,32 @@ class MaskInfo(MaskPlaceholder):
         sliced_details = self.details
         if sliced_details.position_ids is not None:
             sliced_details = replace(
-                sliced_details, position_ids=sliced_details.position_ids[..., start:stop]
+                sliced_details,
+                position_ids=sliced_details.position_ids[..., query_start:query_stop],
             )
-        document_lengths = sliced_details.document_lengths or self.state.get_stored(
+        document_lengths = sliced_details.document_lengths or self.forward_state.get_stored(
             LENGTHS_CACHE_KEY
         )
-        sliced_state = self.state.for_query_slice()
+        sliced_forward_state = self.forward_state.make_state_of_query_slice()
         sliced_mask = replace(
             self,
             **changed_fields,
             details=replace(sliced_details, document_lengths=document_lengths),
-            state=sliced_state,
+            forward_state=sliced_forward_state,
         )
         if document_lengths is not None and self.doc_ids is None:
             # the slice changes the number of queries in padded rows: compute the lengths again
             sliced_mask = sliced_mask._with_packing(sliced_mask._detect_packing())
-        if self.state.get_stored(PACKING_CACHE_KEY) is not None:
-            sliced_state.store(PACKING_CACHE_KEY, sliced_mask._packing)
+        if self.forward_state.get_stored(PACKING_CACHE_KEY) is not None:
+            sliced_forward_state.store(PACKING_CACHE_KEY, sliced_mask._packing)
         return sliced_mask
 
-    def split_at_prompt_end(self, has_separate_steps: bool) -> list[tuple[slice, MaskInfo]]:
+    def split_at_prompt_end(self, has_separate_decode_steps: bool) -> list[tuple[slice, MaskInfo]]:
         """Return the parts of the call that are computed separately: prompt, and answer.
 
         Args:
-            has_separate_steps: True to return each token of the answer as a separate part, as in
-                decode steps.
+            has_separate_decode_steps: True to return each token of the answer as a separate part,
+                as in decode steps.
 
         Returns:
             For each part: the slice of its queries, and the mask of these queries.
@@ -179,18 +180,18 @@ class MaskInfo(MaskPlaceholder):
         num_prompt_queries = min(max(self.prompt.end - self.q_offset, 0), self.q_length)
         cut_indices = (
             range(num_prompt_queries, self.q_length)
-            if has_separate_steps
+            if has_separate_decode_steps
             else (num_prompt_queries,)
         )
-        part_borders = sorted({0, *cut_indices, self.q_length})
-        if len(part_borders) == 2:
-            # not cached in ``state``, which would then contain the mask to which it belongs
+        call_part_borders = sorted({0, *cut_indices, self.q_length})
+        if len(call_part_borders) == 2:
+            # not cached in ``forward_state``, which would then contain the mask to which it belongs
             return [(slice(None), self)]
-        return self.state.get_or_compute(
-            ("prompt and answer", has_separate_steps),
+        return self.forward_state.get_or_compute(
+            ("prompt and answer", has_separate_decode_steps),
             lambda: [
                 (slice(start, stop), self.slice_queries(start, stop))
-                for start, stop in pairwise(part_borders)
+                for start, stop in pairwise(call_part_borders)
             ],
         )
 
@@ -209,7 +210,7 @@ class MaskInfo(MaskPlaceholder):
         """True if the mask is causal, without padding, documents and window."""
         return self.padding_mask is None and self.doc_ids is None and self.window is None
 
-    def tail_start(self, num_tail_blocks: int, query_block: int) -> int | None:
+    def find_dense_tail_start(self, num_tail_blocks: int, query_block: int) -> int | None:
         """Return the slot at which the last ``num_tail_blocks`` query blocks of the prompt start.
 
         Returns None if rows end at different slots, or if the end of the prompt is not known.
@@ -240,7 +241,7 @@ class MaskInfo(MaskPlaceholder):
         has_host_lengths = self.details.document_lengths is not None or self.doc_ids is None
         if has_host_lengths or torch.compiler.is_compiling():
             return self.details.document_lengths
-        return self.state.get_or_compute(LENGTHS_CACHE_KEY, self._read_document_lengths)
+        return self.forward_state.get_or_compute(LENGTHS_CACHE_KEY, self._read_document_lengths)
 
     def _read_document_lengths(self) -> list[list[DocumentLength]]:
         """Return the `DocumentLength` of each packed document of each row. Waits for the device."""
@@ -270,7 +271,7 @@ class MaskInfo(MaskPlaceholder):
         self,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        value: Tensor | None = None,
+        value_states: Tensor | None = None,
     ) -> tuple[MaskInfo, Tensor | None]:
         """Return the mask with the packed documents and the padding of the forward pass.
 
@@ -283,9 +284,9 @@ class MaskInfo(MaskPlaceholder):
                 None to read the position ids of the mask.
             cu_seqlens: int [documents + 1], cumulative lengths of documents, which are read in
                 place of position ids; None without cumulative lengths.
-            value: [B, H_kv, N, D_v] of the first layer. Rows that end in a run of equal tokens
-                cause a warning without a padding mask, because such tokens look like right padding.
-                None to omit this check.
+            value_states: [B, H_kv, N, D_v] of the first layer. Rows that end in a run of equal
+                tokens cause a warning without a padding mask, because such tokens look like right
+                padding. None to omit this check.
 
         Returns:
             The mask; and for the first layer under torch.compile a condition, bool []: True if
@@ -295,12 +296,12 @@ class MaskInfo(MaskPlaceholder):
             ValueError: if ``cu_seqlens`` has another number of tokens.
             NotImplementedError: if ``cu_seqlens`` is set in a call that continues a cache.
         """
-        stored_packing, has_mixed_documents = self.state.get_stored(PACKING_CACHE_KEY), None
+        stored_packing, has_mixed_documents = self.forward_state.get_stored(PACKING_CACHE_KEY), None
         if stored_packing is None:
             stored_packing, has_mixed_documents = self._detect_documents(
-                position_ids, cu_seqlens, value
+                position_ids, cu_seqlens, value_states
             )
-            self.state.store(PACKING_CACHE_KEY, stored_packing)
+            self.forward_state.store(PACKING_CACHE_KEY, stored_packing)
         return self._with_packing(stored_packing), has_mixed_documents
 
     @property
@@ -328,14 +329,14 @@ class MaskInfo(MaskPlaceholder):
         )
 
     def _detect_documents(
-        self, position_ids: Tensor | None, cu_seqlens: Tensor | None, value: Tensor | None
+        self, position_ids: Tensor | None, cu_seqlens: Tensor | None, value_states: Tensor | None
     ) -> tuple[Packing, Tensor | None]:
         """Return the packing and the condition of `with_documents`, for the first layer.
 
         Args:
             position_ids: int [B or 1, N_q] of the layer, or None.
             cu_seqlens: int [documents + 1], cumulative lengths of documents, or None.
-            value: [B, H_kv, N, D_v] of the layer, or None.
+            value_states: [B, H_kv, N, D_v] of the layer, or None.
         """
         mask = self if self.details.is_non_causal is None else self._raise_if_non_causal()
         has_all_keys = self.q_length == self.kv_length
@@ -352,8 +353,8 @@ class MaskInfo(MaskPlaceholder):
         if not has_all_keys or self.q_length == 1:
             positions = cu_seqlens = None
         if not has_all_keys or self.batch == 1:
-            value = None
-        detected_packing = mask._detect_packing(positions, cu_seqlens, value)
+            value_states = None
+        detected_packing = mask._detect_packing(positions, cu_seqlens, value_states)
         self._warn_of_padding(detected_packing)
         chunk_starts = self.details.chunk_starts
         if chunk_starts is not None and detected_packing.doc_ids is not None:
@@ -367,14 +368,14 @@ class MaskInfo(MaskPlaceholder):
         self,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        value: Tensor | None = None,
+        value_states: Tensor | None = None,
     ) -> Packing:
         """Return the result of `detect_packing`, which waits for the device except in decode steps.
 
         Args:
             position_ids: int [B or 1, N_q], which restart where a document starts; or None.
             cu_seqlens: int [documents + 1], cumulative lengths of documents, or None.
-            value: [B, H_kv, N, D_v] of the first layer, or None.
+            value_states: [B, H_kv, N, D_v] of the first layer, or None.
         """
         is_decode_step = self.q_length == 1 and not self.is_prefill
         can_wait_for_device = not is_decode_step and not torch.compiler.is_compiling()
@@ -389,7 +390,7 @@ class MaskInfo(MaskPlaceholder):
             else slice(None),
             kv_length=self.kv_length,
             doc_ids=self.doc_ids,
-            value=value,
+            value_states=value_states,
             can_wait_for_device=can_wait_for_device,
         )
 
@@ -449,25 +450,25 @@ class MaskInfo(MaskPlaceholder):
             position_ids: position ids of the layer; None to read the position ids of the mask.
         """
         valid_shapes = (1, self.q_length), (self.batch, self.q_length)
-        for candidate_ids in (position_ids, self.details.position_ids):
+        for candidate_position_ids in (position_ids, self.details.position_ids):
             if (
-                candidate_ids is not None
-                and not candidate_ids.is_floating_point()
-                and tuple(candidate_ids.shape) in valid_shapes
+                candidate_position_ids is not None
+                and not candidate_position_ids.is_floating_point()
+                and tuple(candidate_position_ids.shape) in valid_shapes
             ):
-                return candidate_ids
+                return candidate_position_ids
         return None
 
     def _warn_of_padding(self, detected_packing: Packing) -> None:
         """Warn once per process and model if some rows of a batch end in equal tokens."""
-        num_equal_end_rows = detected_packing.num_rows_with_equal_ends
-        if 0 < num_equal_end_rows < self.batch and detected_packing.doc_ids is None:
+        num_rows_with_equal_ends = detected_packing.num_rows_with_equal_ends
+        if 0 < num_rows_with_equal_ends < self.batch and detected_packing.doc_ids is None:
             warn_once(
                 (self.model_name, "right padding"),
                 f"{self.model_name} reads {self.batch} sequences without an attention_mask, of "
-                f"which {num_equal_end_rows} end in {MIN_EQUAL_END_TOKENS} or more equal tokens. "
-                "If these are padding, 'cab' reads them as real tokens, and the result of a row "
-                "depends on the others. Pass the attention_mask of the tokenizer.",
+                f"which {num_rows_with_equal_ends} end in {MIN_EQUAL_END_TOKENS} or more equal "
+                "tokens. If these are padding, 'cab' reads them as real tokens, and the result of "
+                "a row depends on the others. Pass the attention_mask of the tokenizer.",
             )
 
     def layout(
@@ -505,17 +506,19 @@ class MaskInfo(MaskPlaceholder):
                 device=device,
                 options=LayoutOptions(
                     document_lengths=self.document_lengths,
-                    block_offset=self._block_offset(query_block) if from_sequence_start else 0,
+                    block_offset=self._find_offset_in_query_block(query_block)
+                    if from_sequence_start
+                    else 0,
                     sequence_end=self._sequence_end(device),
                     window=self.window,
                 ),
             )
 
-        return self.state.get_or_compute(
+        return self.forward_state.get_or_compute(
             ("layout", query_block, key_block, device, from_sequence_start), build_layout
         )
 
-    def _block_offset(self, query_block: int) -> int | list[int]:
+    def _find_offset_in_query_block(self, query_block: int) -> int | list[int]:
         """Return the position of the first query in its query block, in tokens.
 
         Blocks are counted from the first token of the sequence. The result is one number for all
@@ -573,8 +576,8 @@ class MaskInfo(MaskPlaceholder):
             num_tokens = num_used_slots.expand(self.batch)
             if self.padding_mask is not None:
                 padding_mask = self.padding_mask.to(device)
-                is_used = torch.arange(padding_mask.shape[1], device=device) < num_used_slots
-                num_tokens = (padding_mask & is_used).sum(-1)
+                is_used_slot = torch.arange(padding_mask.shape[1], device=device) < num_used_slots
+                num_tokens = (padding_mask & is_used_slot).sum(-1)
             if isinstance(decode_tokens, int):
                 num_keys = torch.full_like(num_tokens, decode_tokens)
             else:
@@ -584,7 +587,7 @@ class MaskInfo(MaskPlaceholder):
                 torch.int32
             )
 
-        return self.state.get_or_compute(("decode budget", device), count_keys)
+        return self.forward_state.get_or_compute(("decode budget", device), count_keys)
 
     def dense_mask(
         self, query_start: int, query_stop: int, key_start: int, key_stop: int, device: Any

@@ -63,7 +63,7 @@ def detect_packing(
     query_slots: slice,
     kv_length: int | None,
     doc_ids: Tensor | None = None,
-    value: Tensor | None = None,
+    value_states: Tensor | None = None,
     can_wait_for_device: bool = True,
 ) -> Packing:
     """Return the documents and the padding of a call. Waits for the device at most once.
@@ -76,7 +76,8 @@ def detect_packing(
         query_slots: slots of the queries.
         kv_length: number of written keys.
         doc_ids: int [B, N_k], the known document of each key; None to detect documents.
-        value: [B, H_kv, N, D_v] of the first layer, to detect rows that look padded; or None.
+        value_states: [B, H_kv, N, D_v] of the first layer, to detect rows that look padded; None to
+            omit this check.
         can_wait_for_device: False if waiting for the device is not allowed.
 
     Raises:
@@ -90,21 +91,21 @@ def detect_packing(
         starts_document = find_document_starts(position_ids, padding_mask)
     if not can_wait_for_device:
         return Packing(padding_mask, doc_ids, max_documents=max_documents)
-    device_counts = {}
+    row_counts_on_device = {}
     if starts_document is not None:
-        device_counts["documents"] = starts_document.sum(-1).expand(batch)
+        row_counts_on_device["documents"] = starts_document.sum(-1).expand(batch)
     if padding_mask is not None:
-        device_counts["queries"] = padding_mask[:, query_slots].sum(-1)
-        device_counts["tokens"] = padding_mask.sum(-1)
-    if value is not None and padding_mask is None and doc_ids is None:
-        device_counts["rows with equal ends"] = ends_in_equal_tokens(value).long()
-    host_counts = _read_counts_from_device(device_counts)
+        row_counts_on_device["queries"] = padding_mask[:, query_slots].sum(-1)
+        row_counts_on_device["tokens"] = padding_mask.sum(-1)
+    if value_states is not None and padding_mask is None and doc_ids is None:
+        row_counts_on_device["rows with equal ends"] = ends_in_equal_tokens(value_states).long()
+    row_counts_on_host = _read_counts_from_device(row_counts_on_device)
     if starts_document is not None:
-        max_documents = max(host_counts["documents"])
+        max_documents = max(row_counts_on_host["documents"])
         if max_documents > 1:
             doc_ids = (starts_document.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
     if padding_mask is not None and all(
-        num_row_tokens == kv_length for num_row_tokens in host_counts["tokens"]
+        num_row_tokens == kv_length for num_row_tokens in row_counts_on_host["tokens"]
     ):
         # no key is padding: drop the mask, because kernels without a mask are faster
         padding_mask = None
@@ -112,38 +113,43 @@ def detect_packing(
     return Packing(
         padding_mask=padding_mask,
         doc_ids=doc_ids,
-        document_lengths=_make_row_lengths(host_counts) if has_row_lengths else None,
+        document_lengths=_make_row_lengths(row_counts_on_host) if has_row_lengths else None,
         max_documents=max_documents,
-        num_rows_with_equal_ends=sum(host_counts.get("rows with equal ends", ())),
+        num_rows_with_equal_ends=sum(row_counts_on_host.get("rows with equal ends", ())),
     )
 
 
-def _read_counts_from_device(device_counts: dict[str, Tensor]) -> dict[str, list[int]]:
+def _read_counts_from_device(row_counts_on_device: dict[str, Tensor]) -> dict[str, list[int]]:
     """Return int64 tensors [B] as lists of numbers, by name. Waits for the device at most once."""
-    if not device_counts:
+    if not row_counts_on_device:
         return {}
     # the model's tensors can be on several devices
-    device = list(device_counts.values())[-1].device
-    host_counts = torch.stack([x.to(device) for x in device_counts.values()]).tolist()
-    return dict(zip(device_counts, host_counts, strict=True))
+    device = list(row_counts_on_device.values())[-1].device
+    row_counts_on_host = torch.stack([x.to(device) for x in row_counts_on_device.values()]).tolist()
+    return dict(zip(row_counts_on_device, row_counts_on_host, strict=True))
 
 
-def _make_row_lengths(host_counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
+def _make_row_lengths(row_counts_on_host: dict[str, list[int]]) -> list[list[DocumentLength]]:
     """Return for each row a list of one `DocumentLength`, because each row is one document.
 
     Args:
-        host_counts: the numbers of "queries" and of "tokens" in every row.
+        row_counts_on_host: the numbers of "queries" and of "tokens" in every row.
     """
-    row_counts = zip(host_counts["queries"], host_counts["tokens"], strict=True)
-    return [[DocumentLength(num_queries, num_tokens)] for num_queries, num_tokens in row_counts]
+    query_and_token_counts = zip(
+        row_counts_on_host["queries"], row_counts_on_host["tokens"], strict=True
+    )
+    return [
+        [DocumentLength(num_queries, num_tokens)]
+        for num_queries, num_tokens in query_and_token_counts
+    ]
 
 
-def ends_in_equal_tokens(value: Tensor) -> Tensor:
-    """Return bool [B], True for rows of ``value`` [B, H_kv, N, D_v] that end in equal tokens."""
+def ends_in_equal_tokens(value_states: Tensor) -> Tensor:
+    """Return bool [B], True for rows of value states [B, H_kv, N, D_v] that end in equal tokens."""
     # detached, because autograd must save no tensors here: a recomputed layer skips this code
-    last_values = value[:, :, -MIN_EQUAL_END_TOKENS:].detach().float()
-    max_difference = (last_values - last_values[:, :, -1:]).flatten(1).abs().amax(-1)
-    return max_difference <= EQUAL_VALUE_TOLERANCE * last_values.flatten(1).abs().amax(-1)
+    last_value_states = value_states[:, :, -MIN_EQUAL_END_TOKENS:].detach().float()
+    max_difference = (last_value_states - last_value_states[:, :, -1:]).flatten(1).abs().amax(-1)
+    return max_difference <= EQUAL_VALUE_TOLERANCE * last_value_states.flatten(1).abs().amax(-1)
 
 
 def read_document_lengths(
@@ -190,11 +196,11 @@ def find_document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> T
         position_ids: int [B or 1, N].
         padding_mask: bool [B, N], False for padding; None without padding.
     """
-    slots = torch.arange(position_ids.shape[1], device=position_ids.device)
+    token_slots = torch.arange(position_ids.shape[1], device=position_ids.device)
     if padding_mask is not None:
         padding_mask = padding_mask.to(position_ids.device)
         # padding gets the position of the last token before the padding, and starts no document
-        last_token_slot = torch.where(padding_mask, slots, -1).cummax(-1).values
+        last_token_slot = torch.where(padding_mask, token_slots, -1).cummax(-1).values
         position_ids = position_ids.expand(padding_mask.shape[0], -1).gather(
             1, last_token_slot.clamp(min=0)
         )
@@ -203,7 +209,7 @@ def find_document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> T
         )
     position_change = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
     # slot of the last token whose position differs from the position before
-    last_change_slot = torch.where(position_change != 0, slots, 0).cummax(-1).values
+    last_change_slot = torch.where(position_change != 0, token_slots, 0).cummax(-1).values
     starts_document = position_change.gather(1, last_change_slot) < 0
     return starts_document if padding_mask is None else starts_document & padding_mask
 
@@ -220,12 +226,14 @@ def read_common_document_lengths(position_ids: Tensor) -> tuple[int, ...]:
         ValueError: if ``position_ids`` do not count from 0 in every document, or rows differ.
     """
     num_tokens = position_ids.shape[1]
-    first_slots = find_document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
-    document_lengths = F.pad(first_slots[1:], (0, 1), value=num_tokens) - first_slots
-    expected_ids = torch.arange(
-        num_tokens, device=first_slots.device
-    ) - first_slots.repeat_interleave(document_lengths)
-    if not bool((position_ids == expected_ids).all()):
+    first_document_slots = find_document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
+    document_lengths = (
+        F.pad(first_document_slots[1:], (0, 1), value=num_tokens) - first_document_slots
+    )
+    expected_position_ids = torch.arange(
+        num_tokens, device=first_document_slots.device
+    ) - first_document_slots.repeat_interleave(document_lengths)
+    if not bool((position_ids == expected_position_ids).all()):
         raise ValueError(
             "position_ids must count from 0 in every document, equally in all rows. Leave out "
             "position_ids, or pass the cumulative lengths of documents as cu_seq_lens_q."
@@ -253,7 +261,7 @@ def doc_ids_from_cu_seq_lens(cu_seq_lens: Tensor, batch: int, row_length: int) -
     is_int_tensor = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
     has_valid_shape = is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1
     require(has_valid_shape, argument_name, cu_seq_lens, requirement)
-    slots = torch.arange(batch * row_length, device=cu_seq_lens.device)
+    token_indices = torch.arange(batch * row_length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
         cumulative_lengths = cu_seq_lens.tolist()
         # without the 0, the first two documents would be merged
@@ -273,8 +281,10 @@ def doc_ids_from_cu_seq_lens(cu_seq_lens: Tensor, batch: int, row_length: int) -
             )
     if batch > 1:
         # lengths of one row apply to every row
-        slots = slots % cu_seq_lens[-1]
-    return torch.bucketize(slots, cu_seq_lens[1:], right=True).unflatten(0, (batch, row_length))
+        token_indices = token_indices % cu_seq_lens[-1]
+    return torch.bucketize(token_indices, cu_seq_lens[1:], right=True).unflatten(
+        0, (batch, row_length)
+    )
 
 
 def split_into_chunks(doc_ids: Tensor, padding_mask: Tensor | None, chunk_size: int) -> Tensor:
@@ -288,10 +298,10 @@ def split_into_chunks(doc_ids: Tensor, padding_mask: Tensor | None, chunk_size: 
     """
     if padding_mask is not None:
         doc_ids = doc_ids.masked_fill(~padding_mask.to(doc_ids.device), -1)
-    slots = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    token_slots = torch.arange(doc_ids.shape[1], device=doc_ids.device)
     starts_document = is_first_token(doc_ids)
-    document_start = torch.where(starts_document, slots, 0).cummax(-1).values
-    return (starts_document | ((slots - document_start) % chunk_size == 0)).cumsum(-1)
+    document_start = torch.where(starts_document, token_slots, 0).cummax(-1).values
+    return (starts_document | ((token_slots - document_start) % chunk_size == 0)).cumsum(-1)
 
 
 def is_first_token(doc_ids: Tensor) -> Tensor:
@@ -315,10 +325,14 @@ def find_attention_to_neighbours(
         bool [], True if any token attends to the next token; and bool [B, N_q], True for tokens
         that do not attend to the previous token. Such tokens start documents.
     """
-    slots = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
-    attends_next = _attends(mask_function, batch, slots[:, :-1], slots[:, 1:]).any()
-    attends_previous = _attends(mask_function, batch, slots, (slots - 1).clamp(min=0))
-    return attends_next, ~attends_previous & (slots > 0)
+    query_slots = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
+    has_attention_to_next_token = _attends(
+        mask_function, batch, query_slots[:, :-1], query_slots[:, 1:]
+    ).any()
+    attends_to_previous_token = _attends(
+        mask_function, batch, query_slots, (query_slots - 1).clamp(min=0)
+    )
+    return has_attention_to_next_token, ~attends_to_previous_token & (query_slots > 0)
 
 
 def find_combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
@@ -331,12 +345,12 @@ def find_combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict
     """
     if mask_function.__module__ != causal_mask_function.__module__:
         return None
-    function_arguments = inspect.getclosurevars(mask_function).nonlocals
+    mask_function_arguments = inspect.getclosurevars(mask_function).nonlocals
     inner_functions = [
-        *function_arguments.get("mask_functions", ()),
-        *filter(callable, function_arguments.values()),
+        *mask_function_arguments.get("mask_functions", ()),
+        *filter(callable, mask_function_arguments.values()),
     ]
-    arguments_by_function = {mask_function.__qualname__.partition(".")[0]: function_arguments}
+    arguments_by_function = {mask_function.__qualname__.partition(".")[0]: mask_function_arguments}
     for inner_arguments_by_function in map(find_combined_functions, inner_functions):
         if inner_arguments_by_function is None:
             return None

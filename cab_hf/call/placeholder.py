@@ -129,13 +129,13 @@ class PagedBatch(MaskPlaceholder):
         model_name: name of the model, for error messages.
         num_tokens: number of tokens of all sequences, including padding.
         prompt_lengths: prompt length of each request in tokens, in the order of the row.
-        state: caches that the layers share.
+        forward_state: caches that the layers share.
     """
 
     model_name: str
     num_tokens: int
     prompt_lengths: tuple[int, ...] = ()
-    state: ForwardState = field(default_factory=ForwardState)
+    forward_state: ForwardState = field(default_factory=ForwardState)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -21,13 +21,13 @@ class PromptProgress:
 
     With a static cache, the position of a call is on the device, so reading the position waits for
     the device. After the first call that starts after the prompt, all later calls do too, and
-    `is_over` does not read their positions.
+    `is_prompt_over` does not read their positions.
     """
 
     def __init__(self) -> None:
         self._is_over = False
 
-    def is_over(self, q_offset: int | Tensor, prompt_end: int) -> bool:
+    def is_prompt_over(self, q_offset: int | Tensor, prompt_end: int) -> bool:
         """Return True if a call starts after the prompt.
 
         Waits for the device if ``q_offset`` is a tensor, until the first decode step.
@@ -111,7 +111,7 @@ class Generation:
         # handles of the module hooks
         self._hook_handles: list[Any] = []
 
-    def begin(self, prompt: Prompt | None, is_compiled: bool) -> None:
+    def begin_generation(self, prompt: Prompt | None, is_compiled: bool) -> None:
         """Set the prompt, and install the module hooks that mark its model calls.
 
         Args:
@@ -120,7 +120,7 @@ class Generation:
                 would cause recompilation, and `generate` builds all masks while it prepares inputs.
         """
         self._prompt = prompt
-        self.end()
+        self.end_generation()
         if prompt is None:
             return
         text_config = self._model.config.get_text_config()
@@ -135,8 +135,8 @@ class Generation:
             leave_handle = self._model.register_forward_hook(self._leave_forward, always_call=True)
             self._hook_handles = [enter_handle, leave_handle]
 
-    def end(self) -> None:
-        """Remove the hooks that `begin` has installed."""
+    def end_generation(self) -> None:
+        """Remove the hooks that `begin_generation` has installed."""
         for hook_handle in self._hook_handles:
             hook_handle.remove()
         self._hook_handles = []
@@ -168,7 +168,7 @@ class Generation:
         """
         self._has_inputs = False
 
-    def current_prompt(self, config: Any, call_end: int | None) -> Prompt | None:
+    def current_prompt(self, config: Any, call_end_slot: int | None) -> Prompt | None:
         """Return the prompt that layers with ``config`` process in the current call.
 
         Inputs can become longer after `generate` has prepared them: PEFT adds virtual tokens, and
@@ -177,7 +177,8 @@ class Generation:
 
         Args:
             config: config of the layers.
-            call_end: slot after the last token of the call; None if only the device has the slot.
+            call_end_slot: slot after the last token of the call; None if only the device has the
+                slot.
 
         Returns:
             The prompt. None for calls of user code, and if the end of the prompt is not known.
@@ -185,8 +186,8 @@ class Generation:
         is_language_model = any(config is text_config for text_config in self._configs)
         if not self._is_prompt_active or not is_language_model:
             return None
-        if call_end is not None and self._prepared_end is not None:
-            self._prompt = self._prompt.add_tokens(call_end - self._prepared_end)
+        if call_end_slot is not None and self._prepared_end is not None:
+            self._prompt = self._prompt.add_tokens(call_end_slot - self._prepared_end)
             self._prepared_end, self._has_final_prompt = None, True
         return self._prompt
 
@@ -206,11 +207,11 @@ class Generation:
             self._is_prompt_active = self._outer_prompt_states.pop()
 
 
-def _find_end_of_inputs(inputs: Any) -> int | None:
+def _find_end_of_inputs(model_inputs: Any) -> int | None:
     """Return the slot after the last token of the inputs of a model; None if not known."""
-    input_ids = inputs.get("input_ids")
-    input_tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
-    cache = inputs.get("cache", inputs.get("past_key_values"))
+    input_ids = model_inputs.get("input_ids")
+    input_tokens = model_inputs.get("inputs_embeds") if input_ids is None else input_ids
+    cache = model_inputs.get("cache", model_inputs.get("past_key_values"))
     # the counter of a static cache is on the device
     if input_tokens is None or getattr(cache, "is_compileable", False):
         return None
@@ -253,19 +254,19 @@ SHARDED_CONFIGS: list[Any] = []
 
 
 @contextmanager
-def set_context_during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
+def set_context_during_calls(model: nn.Module, **context_fields: Any) -> Iterator[None]:
     """Set fields of `FORWARD_CONTEXT` during each call of a model, while the context is active.
 
     Args:
         model: model to call. The fields are also set during calls of submodules with a ``config``.
-        fields: fields of `ForwardContext`, by name.
+        context_fields: fields of `ForwardContext`, by name.
     """
 
     def enter_module(module: nn.Module, *_: Any) -> None:
         refuse_compiled_model()
         outer_context = FORWARD_CONTEXT.get()
         FORWARD_CONTEXT.set(
-            replace(outer_context, **fields, module=module, outer_context=outer_context)
+            replace(outer_context, **context_fields, module=module, outer_context=outer_context)
         )
 
     def leave_module(module: nn.Module, *_: Any) -> None:
@@ -350,7 +351,7 @@ def set_generation(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        generation.end()
+        generation.end_generation()
         FORWARD_CONTEXT.reset(reset_token)
 
 
@@ -365,14 +366,14 @@ def hide_prompt() -> Iterator[None]:
 
 
 @contextmanager
-def set_prompt(num_tokens: int, start: int = 0) -> Iterator[None]:
+def set_prompt(num_tokens: int, num_cached_tokens: int = 0) -> Iterator[None]:
     """Set a prompt without padding for model calls inside the context.
 
     Args:
         num_tokens: tokens of the prompt per row, including tokens in the cache.
-        start: number of tokens that are in the cache before the first call.
+        num_cached_tokens: number of tokens that are in the cache before the first call.
     """
-    prompt = Prompt(num_tokens, start=start)
+    prompt = Prompt(num_tokens, start=num_cached_tokens)
     reset_token = FORWARD_CONTEXT.set(
         replace(FORWARD_CONTEXT.get(), prompt=prompt, generation=None)
     )
@@ -382,18 +383,18 @@ def set_prompt(num_tokens: int, start: int = 0) -> Iterator[None]:
         FORWARD_CONTEXT.reset(reset_token)
 
 
-def current_prompt(batch: int, config: Any, call_end: int | None) -> Prompt | None:
+def current_prompt(batch: int, config: Any, call_end_slot: int | None) -> Prompt | None:
     """Return the prompt that a call processes; None if its end is not known.
 
     Args:
         batch: batch rows.
         config: config of the layers.
-        call_end: slot after the last token of the call; None if only the device has the slot.
+        call_end_slot: slot after the last token of the call; None if only the device has the slot.
     """
     forward_context = FORWARD_CONTEXT.get()
     prompt = forward_context.prompt
     if forward_context.generation is not None:
-        prompt = forward_context.generation.current_prompt(config, call_end)
+        prompt = forward_context.generation.current_prompt(config, call_end_slot)
     if prompt is None or (prompt.row_lengths is not None and len(prompt.row_lengths) != batch):
         return None
     return prompt
@@ -409,17 +410,19 @@ def prompt_of_generate(generation_config: Any, model_kwargs: dict[str, Any]) -> 
     if getattr(generation_config, "is_assistant", False):
         # the input of an assistant model also contains tokens of the answer
         return None
-    start = _count_cached_tokens(model_kwargs.get("past_key_values"))
+    num_cached_tokens = _count_cached_tokens(model_kwargs.get("past_key_values"))
     attention_mask = model_kwargs.get("attention_mask")
     if attention_mask is None:
         # a mask without padding is omitted
-        end = getattr(generation_config, "_mask_length", None)
-        return None if end is None else Prompt(end, start=start)
+        prompt_end = getattr(generation_config, "_mask_length", None)
+        return None if prompt_end is None else Prompt(prompt_end, start=num_cached_tokens)
     if attention_mask.ndim != 2:
         return None
     row_lengths = tuple(attention_mask.bool().sum(-1).tolist())
     has_padding = set(row_lengths) != {attention_mask.shape[1]}
-    return Prompt(attention_mask.shape[1], row_lengths if has_padding else None, start=start)
+    return Prompt(
+        attention_mask.shape[1], row_lengths if has_padding else None, start=num_cached_tokens
+    )
 
 
 def _count_cached_tokens(cache: Any) -> int:

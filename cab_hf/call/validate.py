@@ -188,7 +188,7 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
     if arguments.dropout:
         raise ValueError(
             f"dropout must be 0, got {arguments.dropout}: 'cab' has no attention dropout. "
-            f"{_remedy_for_dropout(module, arguments.dropout)}"
+            f"{_describe_remedy_for_dropout(module, arguments.dropout)}"
         )
     if query.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
@@ -235,24 +235,26 @@ def find_unsupported_feature(module: nn.Module) -> str | None:
     return None
 
 
-def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
+def _describe_remedy_for_dropout(module: nn.Module, dropout: float) -> str:
     """Return the remedies for an attention ``dropout`` rate in a loaded model, as a sentence."""
     config = getattr(module, "config", None)
-    matching_fields = [
+    matching_dropout_fields = [
         attribute_name
         for attribute_name in DROPOUT_FIELDS
         if getattr(config, attribute_name, None) == dropout
     ]
     remedies = (
-        [f"load the model with {matching_fields[0]}=0.0 in its config"] if matching_fields else []
+        [f"load the model with {matching_dropout_fields[0]}=0.0 in its config"]
+        if matching_dropout_fields
+        else []
     )
     for attribute_name in DROPOUT_ATTRIBUTES:
         attribute_value = getattr(module, attribute_name, None)
-        is_module = isinstance(attribute_value, nn.Dropout)
-        if (attribute_value.p if is_module else attribute_value) != dropout:
+        is_dropout_module = isinstance(attribute_value, nn.Dropout)
+        if (attribute_value.p if is_dropout_module else attribute_value) != dropout:
             continue
-        attribute_path = f"{attribute_name}.p" if is_module else attribute_name
-        if is_module and attribute_name in matching_fields:
+        attribute_path = f"{attribute_name}.p" if is_dropout_module else attribute_name
+        if is_dropout_module and attribute_name in matching_dropout_fields:
             # Persimmon has a dropout module, but reads the rate from its config in every call
             remedies.append(f"set model.config.{attribute_name} = 0.0")
         else:
@@ -260,8 +262,8 @@ def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
                 f"set {attribute_path} = 0.0 in every {type(module).__name__} of this model"
             )
         break
-    remedy = ", or ".join([*remedies, "call model.eval()"])
-    return f"{remedy[0].upper()}{remedy[1:]}."
+    remedy_sentence = ", or ".join([*remedies, "call model.eval()"])
+    return f"{remedy_sentence[0].upper()}{remedy_sentence[1:]}."
 
 
 def _validate_causal_self_attention(
@@ -369,10 +371,10 @@ def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None
 
 def _is_context_parallel_active() -> bool:
     """Return True if torch's context_parallel is active in this process."""
-    tensor_module = sys.modules.get("torch.distributed.tensor")
-    dispatcher = getattr(getattr(tensor_module, "DTensor", None), "_op_dispatcher", None)
-    op_handlers = getattr(dispatcher, "_custom_op_handlers", {})
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in op_handlers
+    dtensor_module = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(dtensor_module, "DTensor", None), "_op_dispatcher", None)
+    dtensor_op_handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in dtensor_op_handlers
 
 
 def validate_tracing(*tensors: Any) -> None:

@@ -17,9 +17,9 @@ from cab_hf.data.needles import (
     Tokens,
     cycle_sentences,
     draw_keys,
+    find_leading_special_tokens,
     find_span,
     insert_statements,
-    leading_tokens,
     sentence_tokens,
 )
 
@@ -76,16 +76,16 @@ def make_recall_document(
     """
     rng = random.Random(f"{seed}/{length}/{num_keys}/{index}")
     statements, repetitions, digit_spans = _draw_named_keys(tokenizer, num_keys, rng)
-    prefix_tokens = leading_tokens(tokenizer)
+    prefix_tokens = find_leading_special_tokens(tokenizer)
     # filler tokens of the first half; below, those of the whole document, where the padding before
     # answers is not counted as filler
-    num_first_half_tokens = length // 2 - len(prefix_tokens) - _total_tokens(statements)
+    num_first_half_tokens = length // 2 - len(prefix_tokens) - _count_tokens_of_pieces(statements)
     max_padding_tokens = num_keys * (answer_alignment - 1)
     num_filler_tokens = (
         length
         - len(prefix_tokens)
-        - _total_tokens(statements)
-        - _total_tokens(repetitions)
+        - _count_tokens_of_pieces(statements)
+        - _count_tokens_of_pieces(repetitions)
         - max_padding_tokens
     )
     pieces = _draw_sentences(tokenizer, sentences, rng, num_filler_tokens + max_padding_tokens)
@@ -93,11 +93,11 @@ def make_recall_document(
         pieces = _cut_at_border(pieces, num_first_half_tokens, num_filler_tokens)
     piece_ends = [0, *accumulate(map(len, pieces))]
     borders_of_halves = [
-        [index for index, end in enumerate(piece_ends) if end <= num_first_half_tokens],
+        [index for index, piece_end in enumerate(piece_ends) if piece_end <= num_first_half_tokens],
         [
             index
-            for index, end in enumerate(piece_ends)
-            if num_first_half_tokens <= end <= num_filler_tokens
+            for index, piece_end in enumerate(piece_ends)
+            if num_first_half_tokens <= piece_end <= num_filler_tokens
         ],
     ]
     if not all(borders_of_halves):
@@ -169,12 +169,14 @@ def make_asked_document(
     """
     rng = random.Random(f"{seed}/asked/{length}/{num_keys}/{index}")
     statements, repetitions, digit_spans = _draw_named_keys(tokenizer, num_keys, rng)
-    prefix_tokens = leading_tokens(tokenizer)
-    prompt_length = length - _total_tokens(repetitions)
-    num_filler_tokens = prompt_length - len(prefix_tokens) - _total_tokens(statements)
+    prefix_tokens = find_leading_special_tokens(tokenizer)
+    prompt_length = length - _count_tokens_of_pieces(repetitions)
+    num_filler_tokens = prompt_length - len(prefix_tokens) - _count_tokens_of_pieces(statements)
     pieces = _draw_sentences(tokenizer, sentences, rng, num_filler_tokens)
     piece_ends = [0, *accumulate(map(len, pieces))]
-    borders = [index for index, end in enumerate(piece_ends) if end <= num_filler_tokens]
+    borders = [
+        index for index, piece_end in enumerate(piece_ends) if piece_end <= num_filler_tokens
+    ]
     if not borders:
         raise ValueError(
             f"length must have room for {num_keys} keys and {num_keys} questions, got {length}. "
@@ -259,7 +261,7 @@ def make_plain_document(
     """
     rng = random.Random(f"{seed}/{length}/{index}")
     pieces = _draw_sentences(tokenizer, sentences, rng, length)
-    return (*leading_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
+    return (*find_leading_special_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
 
 
 def count_tokens(tokenizer: Any, sentences: Sequence[str], max_tokens: int) -> int:
@@ -381,6 +383,6 @@ def _draw_borders(rng: random.Random, borders: Sequence[int], num_borders: int) 
     return sorted(sample_borders(borders, k=num_borders))
 
 
-def _total_tokens(pieces: Sequence[Tokens]) -> int:
+def _count_tokens_of_pieces(pieces: Sequence[Tokens]) -> int:
     """Return the number of tokens in all pieces."""
     return sum(map(len, pieces))

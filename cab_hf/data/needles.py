@@ -252,7 +252,9 @@ def render_around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, st
             "Use another tokenizer, or remove its chat template."
         )
     # a chat template contains the special tokens
-    special_tokens = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
+    special_tokens = (
+        find_leading_special_tokens(tokenizer) if tokenizer.chat_template is None else ()
+    )
     return (
         *special_tokens,
         *tokenizer(text_before, add_special_tokens=False)["input_ids"],
@@ -294,18 +296,20 @@ def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     joined_tokens = tokenizer(
         join_sentences((NOISE_SENTENCES[0], sentence)), add_special_tokens=False
     )["input_ids"]
-    return tuple(joined_tokens[len(_noise_tokens(tokenizer)) :])
+    return tuple(joined_tokens[len(_tokenize_noise_sentence(tokenizer)) :])
 
 
 @lru_cache(maxsize=8)
-def leading_tokens(tokenizer: Any) -> Tokens:
+def find_leading_special_tokens(tokenizer: Any) -> Tokens:
     """Return the special tokens that ``tokenizer`` puts before a text."""
     tokens_with_special = tokenizer(NOISE_SENTENCES[0], add_special_tokens=True)["input_ids"]
-    return tuple(tokens_with_special[: tokens_with_special.index(_noise_tokens(tokenizer)[0])])
+    return tuple(
+        tokens_with_special[: tokens_with_special.index(_tokenize_noise_sentence(tokenizer)[0])]
+    )
 
 
 @lru_cache(maxsize=8)
-def _noise_tokens(tokenizer: Any) -> Tokens:
+def _tokenize_noise_sentence(tokenizer: Any) -> Tokens:
     """Return the tokens of the sentence ``NOISE_SENTENCES[0]`` alone, without special tokens."""
     return tuple(tokenizer(NOISE_SENTENCES[0], add_special_tokens=False)["input_ids"])
 

@@ -143,9 +143,9 @@ def _changes_cached_keys(layer_class: type[nn.Module]) -> bool:
         forward_tree = ast.parse(textwrap.dedent(forward_source))
     except (OSError, SyntaxError, TypeError):
         return False
-    nodes = list(ast.walk(forward_tree))
+    syntax_nodes = list(ast.walk(forward_tree))
     call_assignments = [
-        x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call)
+        x for x in syntax_nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call)
     ]
     cache_updates = [x for x in call_assignments if ast.unparse(x.value.func).endswith(".update")]
     if not cache_updates:
@@ -156,15 +156,19 @@ def _changes_cached_keys(layer_class: type[nn.Module]) -> bool:
     keys_name = ast.unparse(
         keys_target.elts[0] if isinstance(keys_target, ast.Tuple) else keys_target
     )
-    later_nodes = [x for x in nodes if getattr(x, "lineno", 0) > last_update.end_lineno]
+    later_syntax_nodes = [
+        x for x in syntax_nodes if getattr(x, "lineno", 0) > last_update.end_lineno
+    ]
     # calls of an attention function, whose first argument is the layer
-    attention_calls = [x for x in later_nodes if isinstance(x, ast.Call) and len(x.args) > 3]
+    attention_calls = [x for x in later_syntax_nodes if isinstance(x, ast.Call) and len(x.args) > 3]
     attention_calls = [x for x in attention_calls if ast.unparse(x.args[0]) == "self"]
     if not attention_calls:
         return False
     attention_call = min(attention_calls, key=lambda x: x.lineno)
     name_nodes = [
-        x for x in later_nodes if isinstance(x, ast.Name) and x.lineno < attention_call.lineno
+        x
+        for x in later_syntax_nodes
+        if isinstance(x, ast.Name) and x.lineno < attention_call.lineno
     ]
     is_reassigned = any(x.id == keys_name and isinstance(x.ctx, ast.Store) for x in name_nodes)
     return is_reassigned or ast.unparse(attention_call.args[2]) != keys_name

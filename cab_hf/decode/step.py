@@ -68,8 +68,8 @@ def select_keys(
         shared_state: state that layers of a forward pass share. An anchor stores its selection in
             it.
     """
-    head_counts, anchor = (q.shape[1], kv_heads), find_anchor(config, layer)
-    if anchor is not None and anchor != layer:
+    head_counts, anchor_layer = (q.shape[1], kv_heads), find_anchor(config, layer)
+    if anchor_layer is not None and anchor_layer != layer:
         return _map_choice_of_anchor(
             shared_state[SHARED_CHOICE_KEY],
             config=config,
@@ -87,7 +87,7 @@ def select_keys(
         padding_mask=padding_mask,
         sinks=sinks,
     )
-    if anchor is not None:
+    if anchor_layer is not None:
         shared_state[SHARED_CHOICE_KEY] = SharedChoice(layer, head_counts, choice)
     return choice
 
@@ -114,7 +114,7 @@ def _map_choice_of_anchor(
     anchor_kv_heads = map_kv_heads(config.head_map[layer], kv_heads) if config.head_map else None
     if anchor_kv_heads == tuple(range(kv_heads)):
         anchor_kv_heads = None
-    return shared_choice.choice.for_layer(device, anchor_kv_heads)
+    return shared_choice.choice.map_to_layer(device, anchor_kv_heads)
 
 
 def why_dense(
@@ -140,10 +140,10 @@ def why_dense(
         is_below_min_length = num_slots is not None and num_slots < config.min_length
         field_name = "min_length" if is_below_min_length else "decode_tokens"
         return f"too short for {field_name}={getattr(config, field_name)} (decode)"
-    anchor = find_anchor(config, getattr(layer, "layer_idx", None))
-    if anchor is not None and anchor < layer.layer_idx:
-        shared_choice = mask.state.shared_state.get(SHARED_CHOICE_KEY)
-        can_select = shared_choice is not None and shared_choice.layer == anchor
+    anchor_layer = find_anchor(config, getattr(layer, "layer_idx", None))
+    if anchor_layer is not None and anchor_layer < layer.layer_idx:
+        shared_choice = mask.forward_state.shared_state.get(SHARED_CHOICE_KEY)
+        can_select = shared_choice is not None and shared_choice.layer == anchor_layer
     else:
         can_select = index is not None
         if not can_select and not torch.compiler.is_compiling():
@@ -164,11 +164,11 @@ def decodes_sparsely(config: CabConfig, num_tokens: int) -> bool:
 
 def min_sparse_tokens(config: CabConfig) -> int | None:
     """Return the smallest number of cached tokens for a sparse step; None if never sparse."""
-    budget = config.decode_tokens
-    if isinstance(budget, int):
-        return max(config.min_length, MIN_CACHED_TO_SELECTED_RATIO * budget)
+    tokens_or_share = config.decode_tokens
+    if isinstance(tokens_or_share, int):
+        return max(config.min_length, MIN_CACHED_TO_SELECTED_RATIO * tokens_or_share)
     # a share of the cached tokens
-    return config.min_length if MIN_CACHED_TO_SELECTED_RATIO * budget <= 1 else None
+    return config.min_length if MIN_CACHED_TO_SELECTED_RATIO * tokens_or_share <= 1 else None
 
 
 def map_kv_heads(head_map_row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def shard(
                 "out, and shard it yourself with cab_hf.distributed.sharding."
             )
     input_ids = batch["input_ids"]
-    document_lengths = _document_lengths(batch)
+    document_lengths = _find_document_lengths(batch)
     sharding = get_sharding(document_lengths, group.size(), block)
     sharded_batch = {
         "input_ids": _take_shard(input_ids, sharding, group.rank(), padding_value=0),
@@ -214,7 +214,7 @@ def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding_value: int) ->
     return local_tokens.masked_fill(~sharding.is_real[rank].to(x.device), padding_value)
 
 
-def _document_lengths(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _find_document_lengths(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return the number of tokens of each packed document of a batch row.
 
     All rows of a batch have the same document boundaries.

@@ -65,7 +65,7 @@ def predict(
         )
     layer_context = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
     layout = ShardedLayout(shard_map=shard_map, group=group, ranges=ranges)
-    return layout.choose(make_predictor(config), q, k, layer_context)
+    return layout.select_plan(make_predictor(config), q, k, layer_context)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:

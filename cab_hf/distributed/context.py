@@ -80,7 +80,7 @@ class ParallelSettings:
     model_name: str
     state: ContextParallelState = field(default_factory=ContextParallelState)
 
-    def sharded_mask(
+    def make_sharded_mask(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> ShardedMask:
         """Return the mask of a layer.
@@ -90,7 +90,7 @@ class ParallelSettings:
 
         Args:
             call: the call of one layer. All layers of a forward pass, and their recomputation by
-                gradient checkpointing, share ``call.mask.state``.
+                gradient checkpointing, share ``call.mask.forward_state``.
             position_ids: positions of this rank's tokens, int [1 or B, n]; None if the layer
                 receives none.
             cu_seq_lens: boundaries of the documents of the whole sequence, int [documents + 1];
@@ -106,7 +106,7 @@ class ParallelSettings:
             raise RuntimeError(SETTINGS_CHANGED_ERROR)
         _validate_call(call)
         mask = call.mask
-        sharding = mask.state.get_or_compute(
+        sharding = mask.forward_state.get_or_compute(
             SHARDING_KEY, lambda: self._make_checked_sharding(call, position_ids, cu_seq_lens)
         )
         mask_details = MaskDetails(
@@ -127,7 +127,7 @@ class ParallelSettings:
             q_offset=0,
             window=mask.window,
             details=mask_details,
-            state=mask.state,
+            forward_state=mask.forward_state,
         )
 
     def _make_checked_sharding(
@@ -140,11 +140,11 @@ class ParallelSettings:
 
         Args:
             call: the call of the first layer.
-            position_ids: see `sharded_mask`.
-            cu_seq_lens: see `sharded_mask`.
+            position_ids: see `make_sharded_mask`.
+            cu_seq_lens: see `make_sharded_mask`.
 
         Raises:
-            ValueError: see `sharded_mask`.
+            ValueError: see `make_sharded_mask`.
             NotImplementedError: the model received ``cu_seq_lens_q``, but does not pass it or the
                 position ids to its attention layers.
         """
@@ -156,7 +156,7 @@ class ParallelSettings:
         num_misplaced_tokens = self._count_misplaced_tokens(sharding, num_tokens, position_ids)
         compared_values = collect_compared_values(call.q, call.k, call.v, sharding)
         compared_values["tokens at positions of another rank"] = num_misplaced_tokens
-        compared_values["settings (checksum)"] = _config_checksum(call.config)
+        compared_values["settings (checksum)"] = _compute_config_checksum(call.config)
         # 0 if the tensor is a copy of the result of `shard`, because copies lack the attribute
         compared_values["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM_ATTRIBUTE, 0)
         require_equal_values(compared_values, self.group, call.q.device)
@@ -362,6 +362,6 @@ def _refuse_unsupported_positions(model_name: str, modules: list[nn.Module]) -> 
 
 
 @lru_cache
-def _config_checksum(config: CabConfig) -> int:
+def _compute_config_checksum(config: CabConfig) -> int:
     """Return a CRC-32 of the fields of ``config``, by which ranks compare their settings."""
     return zlib.crc32(repr(config).encode())

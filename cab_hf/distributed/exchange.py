@@ -129,7 +129,7 @@ def publish_failure(group: ProcessGroup, error: BaseException) -> None:
     """Write this rank's error to the store of the group, where other ranks can read the error."""
     # no store answers if the rank that hosts the store has stopped
     with suppress(RuntimeError, AttributeError):
-        group.get_group_store().set(_store_key("cause", group.rank()), _summarise_error(error))
+        group.get_group_store().set(_make_store_key("cause", group.rank()), _summarise_error(error))
 
 
 def read_failures(group: ProcessGroup) -> list[str]:
@@ -137,9 +137,9 @@ def read_failures(group: ProcessGroup) -> list[str]:
     try:
         store = group.get_group_store()
         return [
-            f"rank {rank} stopped: {store.get(_store_key('cause', rank)).decode()}"
+            f"rank {rank} stopped: {store.get(_make_store_key('cause', rank)).decode()}"
             for rank in range(group.size())
-            if rank != group.rank() and store.check([_store_key("cause", rank)])
+            if rank != group.rank() and store.check([_make_store_key("cause", rank)])
         ]
     except (RuntimeError, AttributeError):
         return []
@@ -148,7 +148,7 @@ def read_failures(group: ProcessGroup) -> list[str]:
 def withdraw_failure(group: ProcessGroup) -> None:
     """Delete what `publish_failure` wrote for this rank."""
     with suppress(RuntimeError, AttributeError):
-        group.get_group_store().delete_key(_store_key("cause", group.rank()))
+        group.get_group_store().delete_key(_make_store_key("cause", group.rank()))
 
 
 def _abort_and_describe_failure(group: ProcessGroup, error: RuntimeError) -> str:
@@ -162,7 +162,7 @@ def _abort_and_describe_failure(group: ProcessGroup, error: RuntimeError) -> str
     other_ranks = [rank for rank in range(group.size()) if rank != this_rank]
     try:
         store = group.get_group_store()
-        store.set(_store_key("alive", this_rank), b"1")
+        store.set(_make_store_key("alive", this_rank), b"1")
         # after the abort, collectives of other ranks that wait for this rank fail too
         group.abort()
         silent_ranks = _find_silent_ranks(store, other_ranks)
@@ -186,7 +186,8 @@ def _find_silent_ranks(store: Store, other_ranks: list[int]) -> list[int]:
             rank
             for rank in other_ranks
             if not any(
-                store.check([_store_key(report_kind, rank)]) for report_kind in ("alive", "cause")
+                store.check([_make_store_key(report_kind, rank)])
+                for report_kind in ("alive", "cause")
             )
         ]
         if not silent_ranks or time.monotonic() > deadline:
@@ -211,7 +212,7 @@ def _get_collective(collective_name: str) -> Any:
     )
 
 
-def _store_key(report_kind: str, rank: int) -> str:
+def _make_store_key(report_kind: str, rank: int) -> str:
     """Return the key in the group's store under which ``rank`` writes a report.
 
     Args:

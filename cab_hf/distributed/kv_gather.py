@@ -74,7 +74,7 @@ class KVGather:
         local_kv = _concat_kv(self.k[:, kv_heads], self.v[:, kv_heads])
         self._pending_gathers[slice_index] = start_all_gather(local_kv, self.group)
 
-    def wait(self, slice_index: int) -> tuple[Tensor, Tensor]:
+    def wait_for_kv(self, slice_index: int) -> tuple[Tensor, Tensor]:
         """Wait for the all-gather of a slice, and return its K and V as views of one tensor.
 
         Returns:
@@ -82,7 +82,9 @@ class KVGather:
         """
         return self._split_kv(self._wait_for_slice(slice_index))
 
-    def save_no_slice(self, slice_index: int, k: Tensor) -> AbstractContextManager[Any]:
+    def exclude_slice_from_saved_tensors(
+        self, slice_index: int, k: Tensor
+    ) -> AbstractContextManager[Any]:
         """Return a context manager under which autograd saves no data of a slice.
 
         Instead of views of the slice, autograd saves their shapes, strides and offsets. The
@@ -138,7 +140,7 @@ class KVGather:
 
         Returns:
             This rank's gradients, [B, h, n, D] and [B, h, n, D_v]. Their data is valid after
-            `wait_grads`.
+            `wait_for_grads`.
         """
         self._regathered_slice = None
         slots, padding_indices = self.shard_map.flat_slots
@@ -161,7 +163,7 @@ class KVGather:
         kv, head_dim = kv.permute(1, 2, 0, 3), self.k.shape[-1]
         return kv[..., :head_dim], kv[..., head_dim:]
 
-    def wait_grads(self) -> None:
+    def wait_for_grads(self) -> None:
         """Wait for all reduce-scatters of gradients."""
         for work in self._pending_grad_scatters:
             wait_for_collective(work, self.group)
@@ -198,8 +200,8 @@ def attend_over_slices(
                 kv_gather, slice_index, k_placeholder, v_placeholder
             )
         else:
-            gathered_k, gathered_v = kv_gather.wait(slice_index)
-        with kv_gather.save_no_slice(slice_index, gathered_k):
+            gathered_k, gathered_v = kv_gather.wait_for_kv(slice_index)
+        with kv_gather.exclude_slice_from_saved_tensors(slice_index, gathered_k):
             out, lse = attend_slice(gathered_k, gathered_v, slice_index)
         # free the memory of this slice for the next slice
         del gathered_k, gathered_v
@@ -246,7 +248,7 @@ class _SplitGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.kv_gather.wait_grads()
+        ctx.kv_gather.wait_for_grads()
         return None, torch.cat(grads[::2], dim=1), torch.cat(grads[1::2], dim=1)
 
 
@@ -261,7 +263,7 @@ class _GatherSlice(torch.autograd.Function):
         ctx: Any, kv_gather: KVGather, slice_index: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.kv_gather = kv_gather
-        return kv_gather.wait(slice_index)
+        return kv_gather.wait_for_kv(slice_index)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:

@@ -132,7 +132,7 @@ class _RouterLoss:
     def replace_loss_function(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Install `sharded_loss` in place of the loss function of transformers.
+        """Install `compute_sharded_loss` in place of the loss function of transformers.
 
         A forward pre-hook. Has no effect if the forward pass does not compute the loss.
         """
@@ -151,7 +151,9 @@ class _RouterLoss:
         self.sharding = get_sharding(
             lengths_from_boundaries(cu_seqlens), self.group.size(), self.block
         )
-        setattr(sys.modules[type(model).__module__], ROUTER_LOSS_FUNCTION, self.sharded_loss)
+        setattr(
+            sys.modules[type(model).__module__], ROUTER_LOSS_FUNCTION, self.compute_sharded_loss
+        )
 
     def restore_loss_function(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Restore the loss function of transformers after a forward pass. A forward hook.
@@ -173,7 +175,7 @@ class _RouterLoss:
             )
         self.original_loss = self.sharding = None
 
-    def sharded_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_sharded_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of the tokens of all ranks, divided by the number of ranks W.
 
         The gradient flows to the router logits of this rank only, and is not divided by W.

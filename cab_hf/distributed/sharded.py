@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cab_hf.call.layout import full_plan
+from cab_hf.call.layout import make_plan_of_visible_blocks
 from cab_hf.call.mask import MaskInfo
 from cab_hf.distributed.exchange import all_gather
 from cab_hf.distributed.kv_gather import KV_HEADS_PER_GATHER, KVGather, attend_over_slices
 from cab_hf.distributed.sharding import LocalRanges, Sharding, ShardMap
 from cab_hf.engines import Engine
-from cab_hf.ops.attention.complete import with_sinks
+from cab_hf.ops.attention.complete import rescale_for_sinks
 from cab_hf.plan import BlockPlan, cached_per_ranges, row_indices, rows_mask
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -54,20 +54,20 @@ class ShardedLayout:
     heads_k_stride: int = KV_HEADS_PER_GATHER
     regather_kv: bool = True
 
-    def queries(self, x: Tensor) -> Tensor:
+    def queries(self, q_in_call_order: Tensor) -> Tensor:
         """Return this rank's queries [B, H, n, D] unchanged."""
-        return x
+        return q_in_call_order
 
-    def keys(self, x: Tensor) -> Tensor:
+    def keys(self, kv_in_call_order: Tensor) -> Tensor:
         """Return this rank's keys [B, H_kv, n, D] unchanged."""
-        return x
+        return kv_in_call_order
 
-    def restore(self, out: Tensor) -> Tensor:
+    def restore(self, out_in_layout_order: Tensor) -> Tensor:
         """Return the output [B, H, n, D] of this rank's queries unchanged."""
-        return out
+        return out_in_layout_order
 
     @torch.no_grad()
-    def choose(
+    def select_plan(
         self, predictor: Predictor, q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> BlockPlan:
         """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence.
@@ -92,15 +92,17 @@ class ShardedLayout:
         summary = predictor.merge(local_summary, layer_context, head_counts, self)
         if "vectors" not in required_inputs:
             return predictor.choose(q, summary, layer_context)
-        vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
+        vectors = self.all_gather_blocks(
+            predictor.vectors(q, self.ranges), 2, predictor.config.query_block
+        )
         return predictor.choose(q, summary, layer_context, vectors)
 
     def _choose_from_all_tokens(
         self, predictor: Predictor, q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> BlockPlan:
-        """Select the plan from q and k of all ranks, and return this rank's rows; see `choose`."""
+        """Select the plan from q and k of all ranks, and return this rank's rows."""
         sequence_context = replace(layer_context, ranges=self.ranges.sequence_ranges)
-        plan = predictor(self.tokens(q), self.tokens(k), sequence_context)
+        plan = predictor(self.all_gather_tokens(q), self.all_gather_tokens(k), sequence_context)
         align, block = self.shard_map.align, self.shard_map.sharding.block
         if plan.query_block % align and align % plan.query_block:
             raise ValueError(
@@ -110,14 +112,14 @@ class ShardedLayout:
             )
         return self.ranges.local_plan(plan)
 
-    def full_plan(self) -> BlockPlan:
+    def make_plan_of_visible_blocks(self) -> BlockPlan:
         """Return the plan in which this rank's queries attend to all visible key blocks.
 
         Blocks have `Sharding.dense_block_size` tokens.
         """
         batch = self.ranges.start.shape[0]
         ranges = self.shard_map.cached_ranges(self.group.rank(), batch, window=self.window)
-        return full_plan(ranges, self.shard_map.sharding.dense_block_size)
+        return make_plan_of_visible_blocks(ranges, self.shard_map.sharding.dense_block_size)
 
     def attend(
         self,
@@ -188,7 +190,7 @@ class ShardedLayout:
                 return_lse=True,
                 softcap=softcap,
             )
-            return (out if sinks is None else with_sinks(out, lse, sinks[query_heads])), lse
+            return (out if sinks is None else rescale_for_sinks(out, lse, sinks[query_heads])), lse
 
         return attend_over_slices(kv_gather, k, v, attend_slice)
 
@@ -211,7 +213,7 @@ class ShardedLayout:
             None if short_rows is None else _local_row_indices(self.ranges, short_rows, query_block)
         )
 
-    def blocks(self, x: Tensor, dim: int, block_size: int) -> Tensor:
+    def all_gather_blocks(self, x: Tensor, dim: int, block_size: int) -> Tensor:
         """All-gather a tensor with one entry per block, and put blocks in the order of the layout.
 
         Args:
@@ -228,7 +230,7 @@ class ShardedLayout:
         is_filled = is_filled.view(-1, *[1] * (x.ndim - 1))
         return gathered_blocks.masked_fill(~is_filled, 0.0).movedim(0, dim)
 
-    def tokens(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         """All-gather x [B, H, n, C] to the order of the layout, [B, H, N', C], without gradient."""
         gathered_tokens = all_gather(x.permute(2, 0, 1, 3), self.group)
         return gathered_tokens[self.shard_map.token_of_slot].permute(1, 2, 0, 3)
@@ -240,13 +242,13 @@ class ShardedMask(MaskInfo):
 
     ``q_length`` and ``kv_length`` are the number of tokens of the whole sequence.
     ``details.parallel_settings`` contains the group of ranks and the settings of
-    `context_parallel`. ``state`` contains the `Sharding` under the key ``SHARDING_KEY``.
+    `context_parallel`. ``forward_state`` contains the `Sharding` under the key ``SHARDING_KEY``.
     """
 
     @property
     def sharding(self) -> Sharding:
         """The `Sharding` of the sequence: the assignment of tokens to ranks."""
-        return self.state.get_stored(SHARDING_KEY)
+        return self.forward_state.get_stored(SHARDING_KEY)
 
     def layout(
         self,
@@ -277,21 +279,23 @@ class ShardedMask(MaskInfo):
                 regather_kv=parallel_settings.regather_kv,
             )
 
-        return self.state.get_or_compute(("layout", shard_map), build_layout)
+        return self.forward_state.get_or_compute(("layout", shard_map), build_layout)
 
 
 @cached_per_ranges
-def _local_row_indices(ranges: LocalRanges, sequence_rows: Tensor, query_block: int) -> Tensor:
+def _local_row_indices(
+    local_ranges: LocalRanges, sequence_rows: Tensor, query_block: int
+) -> Tensor:
     """Convert indices of query blocks in the whole sequence to indices on this rank.
 
     Args:
-        ranges: the ranges of this rank.
+        local_ranges: the ranges of this rank.
         sequence_rows: int64 [1, R], indices in the whole sequence, filled with -1.
         query_block: query block size in tokens.
 
     Returns:
         int64 [B, m], indices of those query blocks that this rank has, filled with -1.
     """
-    sequence_mask = rows_mask(ranges.sequence_ranges, sequence_rows, query_block)[:, 0]
-    local_mask = ranges.local_rows(sequence_mask, query_block)
-    return row_indices(local_mask, local_mask.shape[1]).expand(ranges.start.shape[0], -1)
+    sequence_mask = rows_mask(local_ranges.sequence_ranges, sequence_rows, query_block)[:, 0]
+    local_mask = local_ranges.take_local_rows(sequence_mask, query_block)
+    return row_indices(local_mask, local_mask.shape[1]).expand(local_ranges.start.shape[0], -1)

@@ -297,11 +297,14 @@ class _RangesArguments(NamedTuple):
 
 @cached_per_ranges
 def _cached_ranges(
-    ranges: KeyRanges, shard_map: ShardMap, arguments: _RangesArguments
+    key_ranges: KeyRanges, shard_map: ShardMap, ranges_arguments: _RangesArguments
 ) -> LocalRanges:
-    """Return the result of `ShardMap.ranges`, cached in the object ``ranges``."""
+    """Return the result of `ShardMap.ranges`, cached in the object ``key_ranges``."""
     return shard_map.ranges(
-        rank=arguments.rank, batch=arguments.batch, causal=arguments.causal, window=arguments.window
+        rank=ranges_arguments.rank,
+        batch=ranges_arguments.batch,
+        causal=ranges_arguments.causal,
+        window=ranges_arguments.window,
     )
 
 
@@ -337,22 +340,22 @@ class LocalRanges(KeyRanges):
 
         `KeyRanges.tail` of the whole sequence defines the tail tokens.
         """
-        return self.local_rows(self.sequence_ranges.tail(tokens, query_block), query_block)
+        return self.take_local_rows(self.sequence_ranges.tail(tokens, query_block), query_block)
 
     @cached_per_ranges
-    def sequence_rows(self, query_block: int) -> Tensor:
+    def sequence_row_indices(self, query_block: int) -> Tensor:
         """Return the index of each query block of this rank in the whole sequence, int64 [m].
 
         Query blocks that contain only padding have index -1.
         """
-        rows = self.rows(query_block)
-        return rows.block_positions(query_block).masked_fill(rows.queries == 0, -1)[0]
+        block_rows = self.rows(query_block)
+        return block_rows.block_positions(query_block).masked_fill(block_rows.queries == 0, -1)[0]
 
     def local_plan(self, plan: BlockPlan) -> BlockPlan:
         """Return this rank's rows of a plan of the whole sequence."""
-        return plan.take_rows(self.sequence_rows(plan.query_block), self)
+        return plan.take_rows(self.sequence_row_indices(plan.query_block), self)
 
-    def local_rows(self, sequence_mask: Tensor, query_block: int) -> Tensor:
+    def take_local_rows(self, sequence_mask: Tensor, query_block: int) -> Tensor:
         """Return this rank's columns of a mask of the query blocks of the whole sequence.
 
         Args:
@@ -362,8 +365,8 @@ class LocalRanges(KeyRanges):
         Returns:
             bool [B, m], one column per query block of this rank; False for padding.
         """
-        rows = self.sequence_rows(query_block)
-        return sequence_mask[:, rows.clamp(min=0)] & (rows >= 0)
+        sequence_row_indices = self.sequence_row_indices(query_block)
+        return sequence_mask[:, sequence_row_indices.clamp(min=0)] & (sequence_row_indices >= 0)
 
 
 def sharding_from_boundaries(

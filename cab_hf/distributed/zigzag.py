@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.call.layout import full_plan
+from cab_hf.call.layout import make_plan_of_visible_blocks
 from cab_hf.call.validate import SUPPORTED_DTYPES
 from cab_hf.checks import is_whole_number, require
 from cab_hf.distributed.exchange import require_equal_values, resolve_group
@@ -195,7 +195,7 @@ def check_arguments(
     shard_map = sharding.shard_map(align, q.device)
     if plan is None:
         ranges = shard_map.cached_ranges(group.rank(), q.shape[0], causal)
-        plan = full_plan(ranges, align)
+        plan = make_plan_of_visible_blocks(ranges, align)
     else:
         _refuse_unfit_plan(plan, q, shard_map, causal)
     layout = ShardedLayout(
@@ -205,7 +205,7 @@ def check_arguments(
         heads_k_stride=heads_k_stride,
         regather_kv=regather_kv,
     )
-    chosen_engine = engines.choose(engine, Workload.of(q, k, v, plan.blocks))
+    chosen_engine = engines.choose(engine, Workload.from_tensors(q, k, v, plan.blocks))
     return layout, chosen_engine, plan, q.shape[-1] ** -0.5 if scale is None else scale
 
 

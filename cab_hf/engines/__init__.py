@@ -106,7 +106,7 @@ def _label_flex(workload: Workload) -> str:
     query_block, key_block = flex.choose_merged_block_sizes(
         workload.query_block, workload.key_block
     )
-    if not workload.training or (query_block, key_block) == workload.blocks:
+    if not workload.training or (query_block, key_block) == workload.block_sizes:
         return "flex (TRITON)"
     return f"flex (TRITON, blocks merged to {query_block} x {key_block})"
 

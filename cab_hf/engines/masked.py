@@ -72,9 +72,9 @@ def _make_masks(query: Tensor, key: Tensor, mask: MaskInfo, max_pairs: int) -> I
     max_num_keys = (
         kv_length if mask.window is None else min(kv_length, mask.window + MAX_ROWS_PER_MASK)
     )
-    chunk_rows = min(MAX_ROWS_PER_MASK, max(1, max_pairs // max_num_keys))
-    for query_start in range(0, q_length, chunk_rows):
-        query_stop = min(query_start + chunk_rows, q_length)
+    queries_per_chunk = min(MAX_ROWS_PER_MASK, max(1, max_pairs // max_num_keys))
+    for query_start in range(0, q_length, queries_per_chunk):
+        query_stop = min(query_start + queries_per_chunk, q_length)
         key_stop = min(kv_length, mask.q_offset + query_stop) if is_offset_on_host else kv_length
         key_start = (
             max(0, mask.q_offset + query_start + 1 - mask.window)

@@ -39,10 +39,10 @@ def figure(
     from matplotlib.figure import Figure
     from PIL import Image
 
-    drawing = Figure(figsize=figsize, layout="constrained")
-    yield drawing.subplots(num_rows, num_columns, squeeze=False, **subplot_options)
+    matplotlib_figure = Figure(figsize=figsize, layout="constrained")
+    yield matplotlib_figure.subplots(num_rows, num_columns, squeeze=False, **subplot_options)
     true_colour_png = io.BytesIO()
-    drawing.savefig(true_colour_png, dpi=DPI, format="png")
+    matplotlib_figure.savefig(true_colour_png, dpi=DPI, format="png")
     palette_png = io.BytesIO()
     palette_image = (
         Image.open(true_colour_png)

@@ -394,7 +394,7 @@ def _parse_log(
         require_identity(path, header["identity"], identity)
     records = []
     for line_number, record in enumerate(parsed_lines[1:], 2):
-        problem = "is no JSON object"
+        record_problem = "is no JSON object"
         if isinstance(record, dict):
             record = {**added_defaults, **record}
             records.append(record)
@@ -403,10 +403,10 @@ def _parse_log(
                 missing_fields = [
                     field_name for field_name in required_fields(record) if field_name not in record
                 ]
-            problem = f"has no {missing_fields[0]!r}" if missing_fields else None
-        if problem:
+            record_problem = f"has no {missing_fields[0]!r}" if missing_fields else None
+        if record_problem:
             raise LogError(
-                f"{path}, line {line_number} {problem}. Repair it, or give another --out."
+                f"{path}, line {line_number} {record_problem}. Repair it, or give another --out."
             )
     return header, records
 

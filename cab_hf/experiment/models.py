@@ -218,7 +218,9 @@ def make_greedy_config(model: PreTrainedModel, **fields: Any) -> GenerationConfi
 
 
 @contextmanager
-def greedy_generation(model: PreTrainedModel, max_new_tokens: int) -> Iterator[GenerationConfig]:
+def use_greedy_generation(
+    model: PreTrainedModel, max_new_tokens: int
+) -> Iterator[GenerationConfig]:
     """Replace the generation config of ``model`` by greedy decoding inside a ``with`` block.
 
     An argument of ``generate`` would not suffice: ``generate`` reads settings that the argument
@@ -239,17 +241,21 @@ def greedy_generation(model: PreTrainedModel, max_new_tokens: int) -> Iterator[G
         model.generation_config = original_config
 
 
-def max_prompt_tokens(config: PreTrainedConfig, num_generated: int = 0) -> int | None:
+def max_prompt_tokens(config: PreTrainedConfig, num_generated_tokens: int = 0) -> int | None:
     """Return the largest number of tokens in a prompt of a model; None if there is no limit.
 
     Args:
         config: the config of the model.
-        num_generated: number of tokens that the model generates after the prompt. They count only
-            for models without rotary embeddings.
+        num_generated_tokens: number of tokens that the model generates after the prompt. The tokens
+            count only for models without rotary embeddings.
     """
     num_positions = max_positions(config)
     is_rotary = getattr(config.get_text_config(), "rope_parameters", None)
-    return num_positions if num_positions is None or is_rotary else num_positions - num_generated
+    return (
+        num_positions
+        if num_positions is None or is_rotary
+        else num_positions - num_generated_tokens
+    )
 
 
 def is_local_model(name_or_path: str) -> bool:
@@ -275,9 +281,9 @@ def content_sha256(name_or_path: str) -> str:
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
     if name_or_path == TINY_MODEL:
-        return _string_sha256(json.dumps(TINY_CONFIG))
+        return _hash_string(json.dumps(TINY_CONFIG))
     if name_or_path in RESHAPED_MODELS:
-        return _string_sha256(f"{SMOLLM2_SHA256} {name_or_path}")
+        return _hash_string(f"{SMOLLM2_SHA256} {name_or_path}")
     if name_or_path in ADAPTER_FOLDER_BY_MODEL:
         return content_sha256(str(_find_adapter(name_or_path)))
     folder = Path(_resolve_source(name_or_path))
@@ -298,10 +304,10 @@ def content_sha256(name_or_path: str) -> str:
     base_model = _find_base_model(folder)
     if base_model is not None:
         hash_by_file["base model"] = content_sha256(base_model)
-    return _string_sha256(json.dumps(hash_by_file, sort_keys=True))
+    return _hash_string(json.dumps(hash_by_file, sort_keys=True))
 
 
-def _string_sha256(string: str) -> str:
+def _hash_string(string: str) -> str:
     """Return the SHA-256 of a string."""
     return hashlib.sha256(string.encode()).hexdigest()
 

@@ -84,7 +84,7 @@ def describe_missing_package(error: ImportError) -> str | None:
     return None
 
 
-def spell(value: Any) -> str:
+def spell_value(value: Any) -> str:
     """Convert the value of an option to a string; commas separate the items of a list."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
@@ -95,7 +95,7 @@ def option(
     parse: Callable[[str], Any] = str,
     *,
     repeatable: bool = False,
-    spell: Callable[[Any], str] = spell,
+    spell: Callable[[Any], str] = spell_value,
     **more_metadata: Any,
 ) -> Any:
     """Declare a dataclass field that is also an option ``--name`` of the command line.
@@ -202,7 +202,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     The value is parsed as a Python literal. "true" and "false" become bools, and any other value
     stays a string.
     """
-    field_name, equals_sign, value = (part.strip() for part in text.partition("="))
+    field_name, equals_sign, value = (
+        assignment_part.strip() for assignment_part in text.partition("=")
+    )
     if not equals_sign:
         raise ValueError(f"assignment must be field=value, got {text!r}.")
     try:

@@ -114,9 +114,9 @@ def _require_table_shape(
         model_count is not None and model_count != table_count
         for model_count, table_count in counts_of_model_and_table
     ):
-        named_counts = zip(model_shape, ("layers", "heads"), strict=True)
+        counts_and_units = zip(model_shape, ("layers", "heads"), strict=True)
         shape_text = " of ".join(
-            f"{model_count} {unit}" for model_count, unit in named_counts if model_count
+            f"{model_count} {unit}" for model_count, unit in counts_and_units if model_count
         )
         raise ValueError(
             f"CabConfig.{field_name} has {table_shape[0]} layers of {table_shape[1]} heads, and "
@@ -140,8 +140,8 @@ def _require_anchors(config: CabConfig, model_config: Any, num_layers: int) -> N
     layer_types = getattr(model_config, "layer_types", None) or ["full_attention"] * num_layers
     sparse_layers = [
         layer
-        for layer, type_name in enumerate(layer_types)
-        if type_name == "full_attention" and layer not in config.dense_layers
+        for layer, layer_type_name in enumerate(layer_types)
+        if layer_type_name == "full_attention" and layer not in config.dense_layers
     ]
     if sparse_layers and sparse_layers[0] not in config.anchors:
         raise ValueError(

@@ -98,7 +98,7 @@ def require_valid_settings(model_config: Any, new_settings: Any) -> CabConfig | 
     """
     if (
         new_settings is None
-        or _last_check_of(model_config) is None
+        or _last_fit_check_of(model_config) is None
         or model_config._attn_implementation not in IMPLEMENTATION_NAMES
     ):
         return None
@@ -134,11 +134,13 @@ def accept_fewer_layers(model_config: Any) -> Iterator[None]:
         del _truncated_configs[config_index]
 
 
-def _last_check_of(model_config: Any) -> _FitCheck | None:
+def _last_fit_check_of(model_config: Any) -> _FitCheck | None:
     """Return the last successful check of a transformers config; None without a check."""
-    last_check = _fit_checks_cache.get(id(model_config))
+    last_fit_check = _fit_checks_cache.get(id(model_config))
     return (
-        None if last_check is None or last_check.model_config() is not model_config else last_check
+        None
+        if last_fit_check is None or last_fit_check.model_config() is not model_config
+        else last_fit_check
     )
 
 
@@ -153,11 +155,11 @@ def _require_fit(settings: CabConfig, model_config: Any) -> None:
     """
     if any(model_config is truncated_config for truncated_config in _truncated_configs):
         return
-    model_counts, last_check = read_model_counts(model_config), _last_check_of(model_config)
+    model_counts, last_fit_check = read_model_counts(model_config), _last_fit_check_of(model_config)
     if (
-        last_check is not None
-        and last_check.settings is settings
-        and last_check.model_counts == model_counts
+        last_fit_check is not None
+        and last_fit_check.settings is settings
+        and last_fit_check.model_counts == model_counts
     ):
         return
     require_origin(settings.origin, model_config)
@@ -170,8 +172,8 @@ def _require_fit(settings: CabConfig, model_config: Any) -> None:
 
 def _forget_config(config_id: int) -> None:
     """Remove a deleted config from the cache, unless a newer config has the same ``config_id``."""
-    last_check = _fit_checks_cache.get(config_id)
-    if last_check is not None and last_check.model_config() is None:
+    last_fit_check = _fit_checks_cache.get(config_id)
+    if last_fit_check is not None and last_fit_check.model_config() is None:
         del _fit_checks_cache[config_id]
 
 
@@ -216,18 +218,18 @@ def _parse_settings(saved_settings: Any, is_published: bool) -> CabConfig:
             for field_name, field_value in saved_settings.items()
         )
         return _make_constant_config(field_items, is_published)
-    last_parsed = _parsed_settings_cache[0]
+    last_parsed_settings = _parsed_settings_cache[0]
     # comparing tables is faster than hashing, because Python compares numbers by identity first
     if (
-        last_parsed is None
-        or last_parsed.config_fields != saved_settings
-        or last_parsed.is_published != is_published
+        last_parsed_settings is None
+        or last_parsed_settings.config_fields != saved_settings
+        or last_parsed_settings.is_published != is_published
     ):
         settings = _config_of_fields(saved_settings, is_published)
-        last_parsed = _parsed_settings_cache[0] = _ParsedSettings(
+        last_parsed_settings = _parsed_settings_cache[0] = _ParsedSettings(
             copy.deepcopy(saved_settings), is_published, settings
         )
-    return last_parsed.settings
+    return last_parsed_settings.settings
 
 
 def _config_of_fields(config_fields: dict[str, Any], is_published: bool) -> CabConfig:

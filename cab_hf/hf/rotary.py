@@ -104,10 +104,10 @@ def _slow_channels_of_module(module_name: str, head_dim: int) -> tuple[int, ...]
     partner_of_channel_0 = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
     if partner_of_channel_0 not in (1, head_dim // 2):
         return ()
-    return slow_half_of_pairs(head_dim, is_interleaved=partner_of_channel_0 == 1)
+    return slow_channels_of_known_pairs(head_dim, is_interleaved=partner_of_channel_0 == 1)
 
 
-def slow_half_of_pairs(head_dim: int, is_interleaved: bool) -> tuple[int, ...]:
+def slow_channels_of_known_pairs(head_dim: int, is_interleaved: bool) -> tuple[int, ...]:
     """Return `slow_channels` of a head whose channels are all rotated, for known pairs.
 
     Args:
@@ -116,11 +116,11 @@ def slow_half_of_pairs(head_dim: int, is_interleaved: bool) -> tuple[int, ...]:
             i and i + head_dim / 2 form a pair, as in LLaMA.
     """
     if not is_interleaved or head_dim < MIN_HALVED_HEAD_DIM or head_dim % 4:
-        return llama_channels(head_dim)
+        return slow_channels_of_llama(head_dim)
     return tuple(range(head_dim // 2, head_dim))
 
 
-def llama_channels(head_dim: int) -> tuple[int, ...]:
+def slow_channels_of_llama(head_dim: int) -> tuple[int, ...]:
     """Return `slow_channels` of a head with pairs of channels i and i + head_dim / 2."""
     if head_dim < MIN_HALVED_HEAD_DIM or head_dim % 4:
         return ()

@@ -86,10 +86,10 @@ def _has_recurrent_state(module_class: type[nn.Module]) -> bool:
     for base_class in module_class.__mro__:
         if not issubclass(base_class, nn.Module) or base_class is nn.Module:
             continue
-        for function in filter(callable, vars(base_class).values()):
-            function = inspect.unwrap(function)
-            if inspect.isfunction(function) and not STATE_ATTRIBUTES.isdisjoint(
-                _names_in_code(function.__code__)
+        for class_function in filter(callable, vars(base_class).values()):
+            class_function = inspect.unwrap(class_function)
+            if inspect.isfunction(class_function) and not STATE_ATTRIBUTES.isdisjoint(
+                _names_in_code(class_function.__code__)
             ):
                 return True
     return False

@@ -60,8 +60,13 @@ class Workload:
     num_heads: int | None = None
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, block_sizes: tuple[int, int], **features: bool
+    def from_tensors(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_sizes: tuple[int, int],
+        **optional_features: bool,
     ) -> Workload:
         """Build the workload of an attention call.
 
@@ -70,24 +75,24 @@ class Workload:
             k: [B, H_kv, N_k, D].
             v: [B, H_kv, N_k, D_v].
             block_sizes: Tokens per query block and per key block of the plan.
-            features: Values of the fields ``sinks`` and ``softcap``, which are False by default.
+            optional_features: Values of the fields ``sinks`` and ``softcap``; False by default.
         """
-        training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
         query_block, key_block = block_sizes
         return cls(
             device=q.device.type,
             head_dim=q.shape[-1],
             dtype=q.dtype,
-            training=training,
+            training=is_training,
             query_block=query_block,
             key_block=key_block,
             value_dim=value_dim,
             num_heads=q.shape[1],
-            **features,
+            **optional_features,
         )
 
     @property
-    def blocks(self) -> tuple[int, int]:
+    def block_sizes(self) -> tuple[int, int]:
         """The block sizes (query_block, key_block) in tokens."""
         return self.query_block, self.key_block

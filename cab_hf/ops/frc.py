@@ -17,7 +17,7 @@ from cab_hf.ops.launch import on_device_of
 TOKENS_PER_CHUNK = tl.constexpr(16)
 
 
-def largest_norm_tokens(
+def find_largest_norm_tokens(
     x: Tensor, is_valid: Tensor, block_size: int, mark_not_finite: bool = False
 ) -> Tensor:
     """Return the token vector with the largest norm in every block of x, float32 [B, H, M, D].

@@ -37,7 +37,7 @@ def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
     return torch.cuda.device(x.device) if is_on_other_device else nullcontext()
 
 
-def pdl_options(x: Tensor) -> dict[str, bool]:
+def make_pdl_options(x: Tensor) -> dict[str, bool]:
     """Return the options of a kernel launch with programmatic dependent launch (PDL).
 
     With PDL, a kernel starts before the previous kernel ends. If ``USE_PDL`` is True, the kernel
@@ -70,7 +70,7 @@ def reads_by_descriptor(device: torch.device | str) -> bool:
     return is_interpreted or (9, 0) <= capability(device) < (12, 0)
 
 
-def padding_arguments(padding_mask: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
+def make_padding_arguments(padding_mask: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
     """Return the arguments that pass a padding mask to a decode kernel.
 
     Args:

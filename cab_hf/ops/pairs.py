@@ -17,7 +17,7 @@ from cab_hf.plan import BlockPlan
 MAX_HEADS_PER_ITERATION = 16
 
 
-def add_pairs(plan: BlockPlan, earlier_sums: Tensor | None = None) -> Tensor:
+def count_query_key_pairs(plan: BlockPlan, earlier_sums: Tensor | None = None) -> Tensor:
     """Count the (query, key) pairs of ``plan``, and return the counts plus ``earlier_sums``.
 
     Args:
@@ -27,34 +27,34 @@ def add_pairs(plan: BlockPlan, earlier_sums: Tensor | None = None) -> Tensor:
     Returns:
         int64 [2], the number of pairs that the plan attends to, and the number of causal pairs.
     """
-    full, partial, sampled = plan.full, plan.partial, plan.sampled
-    ranges, dense_rows = plan.ranges, plan.dense_rows
+    full_lists, partial_lists, sampled_lists = plan.full, plan.partial, plan.sampled
+    key_ranges, dense_rows = plan.ranges, plan.dense_rows
     if earlier_sums is None:
-        pair_sums = full.counts.new_zeros(2, dtype=torch.int64)
+        pair_sums = full_lists.counts.new_zeros(2, dtype=torch.int64)
     else:
-        pair_sums = earlier_sums.to(full.counts.device, copy=True)
-    batch, heads, num_q_blocks = full.counts.shape
-    stride_first_keys_batch, stride_first_keys_token = ranges.start.stride()
-    stride_last_keys_batch, stride_last_keys_token = ranges.end.stride()
-    with on_device_of(full.counts):
+        pair_sums = earlier_sums.to(full_lists.counts.device, copy=True)
+    batch, heads, num_q_blocks = full_lists.counts.shape
+    stride_first_keys_batch, stride_first_keys_token = key_ranges.start.stride()
+    stride_last_keys_batch, stride_last_keys_token = key_ranges.end.stride()
+    with on_device_of(full_lists.counts):
         _pairs_kernel[(num_q_blocks, batch)](
             pair_sums=pair_sums,
-            full_counts=full.counts,
-            sampled_counts=None if sampled is None else sampled.counts,
-            partial_counts=partial.counts,
-            partial_indices=partial.indices,
-            first_keys=ranges.start,
+            full_counts=full_lists.counts,
+            sampled_counts=None if sampled_lists is None else sampled_lists.counts,
+            partial_counts=partial_lists.counts,
+            partial_indices=partial_lists.indices,
+            first_keys=key_ranges.start,
             stride_first_keys_batch=stride_first_keys_batch,
             stride_first_keys_token=stride_first_keys_token,
-            last_keys=ranges.end,
+            last_keys=key_ranges.end,
             stride_last_keys_batch=stride_last_keys_batch,
             stride_last_keys_token=stride_last_keys_token,
             dense_rows=dense_rows,
             num_dense_rows=0 if dense_rows is None else dense_rows.shape[1],
             heads=heads,
-            q_length=ranges.q_length,
+            q_length=key_ranges.q_length,
             num_q_blocks=num_q_blocks,
-            list_width=partial.width,
+            list_width=partial_lists.width,
             QUERY_BLOCK=plan.query_block,
             KEY_BLOCK=plan.key_block,
             BLOCK_HEADS=min(MAX_HEADS_PER_ITERATION, triton.next_power_of_2(heads)),
@@ -119,7 +119,7 @@ def _pairs_kernel(
         other=-1,
     )
     num_queries = tl.sum((last_key >= 0).to(tl.int64), 0)
-    num_causal = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
+    num_causal_keys = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
 
     # query blocks in ``dense_rows`` have empty lists, and attend to all visible keys in every head
     num_dense_heads = tl.zeros([], tl.int64)
@@ -127,7 +127,7 @@ def _pairs_kernel(
         for dense_row_index in range(num_dense_rows):
             is_dense = tl.load(dense_rows + batch * num_dense_rows + dense_row_index) == q_block
             num_dense_heads = tl.where(is_dense, heads, num_dense_heads)
-    num_attended = num_causal * num_dense_heads
+    num_attended = num_causal_keys * num_dense_heads
 
     for first_head in range(0, heads, BLOCK_HEADS):
         # full and sampled blocks, [HEADS]: all KEY_BLOCK keys count for every query except padding
@@ -148,13 +148,13 @@ def _pairs_kernel(
             )
             block_start = listed_block[:, None] * KEY_BLOCK
             # [HEADS, QUERIES]
-            first_attended = tl.maximum(block_start, first_key[None, :])
-            last_attended = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
+            first_attended_key = tl.maximum(block_start, first_key[None, :])
+            last_attended_key = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
             num_attended_keys = tl.where(
                 (list_slot < num_partial_blocks)[:, None],
-                tl.maximum(last_attended - first_attended + 1, 0),
+                tl.maximum(last_attended_key - first_attended_key + 1, 0),
                 0,
             )
             num_attended += tl.sum(tl.sum(num_attended_keys, 1).to(tl.int64), 0)
     tl.atomic_add(pair_sums, num_attended)
-    tl.atomic_add(pair_sums + 1, num_causal * heads)
+    tl.atomic_add(pair_sums + 1, num_causal_keys * heads)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig, tail_sizes
+from cab_hf.config import CabConfig, tail_and_query_block_sizes
 from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 
 # largest number of queries whose token mask is built at a time; limits memory, and does not affect
@@ -81,7 +81,7 @@ def forced_blocks(is_visible: Tensor, ranges: KeyRanges, config: CabConfig) -> T
     diagonal_block = (block_ranges.min_last // config.key_block).unsqueeze(-1)
     is_sink = block_index < first_visible + config.sink_blocks
     is_local = (block_index > last_visible - config.local_blocks) | (block_index >= diagonal_block)
-    is_tail = ranges.tail(*tail_sizes(config)).unsqueeze(-1)
+    is_tail = ranges.tail(*tail_and_query_block_sizes(config)).unsqueeze(-1)
     return is_visible & (is_sink | is_local | is_tail)
 
 
@@ -199,13 +199,15 @@ def select_best_blocks(
         num_blocks: int [B, H, M_q], number of blocks to return per row.
     """
     num_blocks, score = num_blocks.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
-    num_by_score = num_blocks - is_forced.sum(-1, keepdim=True)
-    return (is_forced & (num_blocks > 0)) | top_blocks(score, is_visible & ~is_forced, num_by_score)
+    num_selected_by_score = num_blocks - is_forced.sum(-1, keepdim=True)
+    return (is_forced & (num_blocks > 0)) | top_blocks(
+        score, is_visible & ~is_forced, num_selected_by_score
+    )
 
 
 @cached_per_ranges
 def compute_block_bounds(
-    ranges: KeyRanges, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
+    key_ranges: KeyRanges, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
 ) -> Tensor:
     """Return the ranges of visible, forced and full key blocks of each row, int32 [6, B, M_q].
 
@@ -222,12 +224,12 @@ def compute_block_bounds(
     itself are local. A row that contains only padding has first block 0 and last block -1.
 
     Args:
-        ranges: The visible keys of each query.
+        key_ranges: The visible keys of each query.
         query_block, key_block: Block sizes in tokens.
         sink_blocks, local_blocks: Numbers of forced blocks at the start and at the end of the
             visible blocks.
     """
-    block_ranges = ranges.rows(query_block)
+    block_ranges = key_ranges.rows(query_block)
     has_queries = block_ranges.queries > 0
     first_visible = block_ranges.min_first.where(has_queries, 0) // key_block
     last_visible = block_ranges.max_last // key_block
@@ -241,16 +243,16 @@ def compute_block_bounds(
     ).int()
 
 
-def require_finite(name: str, x: Tensor) -> None:
+def require_finite(tensor_name: str, x: Tensor) -> None:
     """Raise ValueError if ``x`` contains infinities or NaN. The check is a device sync.
 
     Args:
-        name: Name of the tensor in the error message.
+        tensor_name: Name of the tensor in the error message.
         x: The tensor to check.
     """
     if not bool(torch.isfinite(x).all()):
         raise ValueError(
-            f"{name} must be finite, got infinite or NaN values (shape {tuple(x.shape)}). "
+            f"{tensor_name} must be finite, got infinite or NaN values (shape {tuple(x.shape)}). "
             "Look for an overflow in the layers before this one."
         )
 
@@ -364,7 +366,7 @@ def _attend_chunk(
     return out.to(out_dtype).masked_fill(has_no_keys, 0.0), lse
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def rescale_for_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Rescale attention as if the softmax of each head had one more logit, whose value is zero.
 
         out * exp(lse) / (exp(lse) + exp(sink))

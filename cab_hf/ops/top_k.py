@@ -106,8 +106,8 @@ def _select_kernel(
     score_row = flat_head * q_blocks + q_block
     list_row = (batch * heads + first_head + flat_head % num_score_heads) * q_blocks + q_block
     full_counts, full_indices, partial_counts, partial_indices = block_lists
-    num_row_selected = tl.load(num_selected + list_row)
-    if num_row_selected == 0:
+    num_selected_of_row = tl.load(num_selected + list_row)
+    if num_selected_of_row == 0:
         tl.store(full_counts + list_row, 0)
         tl.store(partial_counts + list_row, 0)
         return
@@ -121,7 +121,7 @@ def _select_kernel(
     last_visible = tl.load(block_bounds + block_bounds_stride)
     end_of_sinks = tl.load(block_bounds + 2 * block_bounds_stride)
     # a row that lists all blocks ignores scores, because some scores may be NaN
-    should_list_all = num_row_selected > last_visible - first_visible
+    should_list_all = num_selected_of_row > last_visible - first_visible
     first_local = tl.where(
         should_list_all, first_visible, tl.load(block_bounds + 3 * block_bounds_stride)
     )
@@ -147,13 +147,15 @@ def _select_kernel(
 
     # find the threshold of the blocks that are listed in addition to the forced blocks
     num_candidates = tl.maximum(first_local - end_of_sinks, 0)
-    num_by_score = num_row_selected - (last_visible - first_visible + 1 - num_candidates)
+    num_selected_by_score = num_selected_of_row - (
+        last_visible - first_visible + 1 - num_candidates
+    )
     low_score, high_score, last_column = threshold_by_count(
         scores=workspace,
         low_score=step_below(tl.min(lowest_score, 0)),
         high_score=tl.max(highest_score, 0),
         num_candidates=num_candidates,
-        num_selected=num_by_score,
+        num_selected=num_selected_by_score,
         first_column=first_column,
         end_column=last_visible + 1,
         SCORES_PER_CHUNK=SCORES_PER_CHUNK,

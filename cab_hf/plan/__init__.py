@@ -215,7 +215,7 @@ class BlockPlan:
             change: maps `BlockIndices` to `BlockIndices`.
             other_fields: new values of other fields of the plan.
         """
-        changed_lists = {name: change(lists) for name, lists in self.lists.items()}
+        changed_lists = {list_name: change(lists) for list_name, lists in self.lists.items()}
         return replace(self, **changed_lists, **other_fields)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
@@ -250,11 +250,13 @@ class BlockPlan:
         """
         row_bounds, device = self.ranges.rows(self.query_block), seed.device
         # one drawn block per row and run of adjacent blocks, [B, H, M_q, runs]
-        run_index = torch.arange(-(-self.kv_blocks // sample_period), device=device)
-        draw_shape = (*self.full.counts.shape, len(run_index))
-        draw_index = torch.arange(math.prod(draw_shape), device=device).view(draw_shape)
+        block_run_index = torch.arange(-(-self.kv_blocks // sample_period), device=device)
+        drawn_blocks_shape = (*self.full.counts.shape, len(block_run_index))
+        draw_numbers = torch.arange(math.prod(drawn_blocks_shape), device=device).view(
+            drawn_blocks_shape
+        )
         drawn_blocks = (
-            run_index * sample_period + _hash_to_integers(draw_index + seed) % sample_period
+            block_run_index * sample_period + _hash_to_integers(draw_numbers + seed) % sample_period
         )
         max_first_key, min_last_key, num_queries = (
             x[:, None, :, None]
@@ -271,7 +273,7 @@ class BlockPlan:
         is_dense_row = self.is_dense()
         if is_dense_row is not None:
             is_sampled &= ~is_dense_row.unsqueeze(-1)
-        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_sampled, len(run_index))
+        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_sampled, len(block_run_index))
         return replace(self, sampled=sampled, sample_period=sample_period)
 
     def on(self, ranges: KeyRanges) -> BlockPlan:
@@ -433,14 +435,16 @@ def rows_mask(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
 
 
 @cached_per_ranges
-def _find_dense_rows(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
+def _find_dense_rows(
+    key_ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int
+) -> Tensor:
     """Return the indices i for which ``rows[i]`` is a dense row, int64 [B, min(R, m)].
 
     Unused entries are -1. The result is cached: all layers of a forward pass have the same dense
     rows.
 
     Args:
-        ranges: owner of the cache.
+        key_ranges: owner of the cache.
         dense_rows: int64 [B, R], dense query blocks; -1 for unused entries.
         rows: int64 [m], some query blocks; -1 for unused entries.
         q_blocks: number of query blocks.
@@ -451,18 +455,18 @@ def _find_dense_rows(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_bloc
 
 @cached_per_ranges
 def _merge_rows(
-    ranges: KeyRanges, added_rows: Tensor, dense_rows: Tensor, query_block: int
+    key_ranges: KeyRanges, added_rows: Tensor, dense_rows: Tensor, query_block: int
 ) -> Tensor:
     """Return the union of two lists of query block indices for each sequence, int64 [B, R + S].
 
     Entries of -1 are unused.
 
     Args:
-        ranges: visible keys of every query, which give the number of query blocks.
+        key_ranges: visible keys of every query, which give the number of query blocks.
         added_rows: int64 [B, R], -1 for unused entries.
         dense_rows: int64 [B, S], -1 for unused entries.
         query_block: query block size, in tokens.
     """
-    is_added_row = rows_mask(ranges, added_rows, query_block)[:, 0]
+    is_added_row = rows_mask(key_ranges, added_rows, query_block)[:, 0]
     is_repeated_row = (dense_rows >= 0) & is_added_row.gather(1, dense_rows.clamp(min=0))
     return torch.cat((added_rows, dense_rows.masked_fill(is_repeated_row, -1)), dim=1)

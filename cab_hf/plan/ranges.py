@@ -126,9 +126,11 @@ class KeyRanges:
 
         Entries after the last query contain 0 and -1, a range without keys.
         """
-        num_padding = -self.q_length % query_block
-        first_key = F.pad(self.start, (0, num_padding)).unflatten(1, (-1, query_block))
-        last_key = F.pad(self.end, (0, num_padding), value=-1).unflatten(1, (-1, query_block))
+        num_padding_queries = -self.q_length % query_block
+        first_key = F.pad(self.start, (0, num_padding_queries)).unflatten(1, (-1, query_block))
+        last_key = F.pad(self.end, (0, num_padding_queries), value=-1).unflatten(
+            1, (-1, query_block)
+        )
         return first_key, last_key
 
     @cached_per_ranges
@@ -143,18 +145,22 @@ class KeyRanges:
             tokens: number of tail tokens per document.
             query_block: block size in tokens.
         """
-        num_padding = -self.q_length % query_block
+        num_padding_queries = -self.q_length % query_block
         if not self.has_tail(tokens, query_block):
             is_tail = torch.zeros_like(self.end, dtype=torch.bool)
         elif self.sequence_end is not None:
             is_tail = (self.end >= 0) & (self.end >= self.sequence_end - tokens)
         else:
             # a query is a tail token unless the query ``tokens`` later is in the same document
-            num_missing = min(tokens, self.q_length)
-            later_start = F.pad(self.start[:, tokens:], (0, num_missing))
-            later_end = F.pad(self.end[:, tokens:], (0, num_missing), value=-1)
-            is_tail = (self.end >= 0) & ((later_end < 0) | (later_start != self.start))
-        return F.pad(is_tail, (0, num_padding)).unflatten(1, (-1, query_block)).any(-1)
+            num_queries_without_later = min(tokens, self.q_length)
+            start_of_later_query = F.pad(self.start[:, tokens:], (0, num_queries_without_later))
+            end_of_later_query = F.pad(
+                self.end[:, tokens:], (0, num_queries_without_later), value=-1
+            )
+            is_tail = (self.end >= 0) & (
+                (end_of_later_query < 0) | (start_of_later_query != self.start)
+            )
+        return F.pad(is_tail, (0, num_padding_queries)).unflatten(1, (-1, query_block)).any(-1)
 
     @cached_per_ranges
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
@@ -177,13 +183,13 @@ class KeyRanges:
         """Return the bounds of the key ranges in every query block, without padding queries."""
         max_int32 = torch.iinfo(torch.int32).max
         first_key, last_key = self.blocked(query_block)
-        is_real = last_key >= 0
+        is_real_query = last_key >= 0
         return BlockRanges(
-            min_first=first_key.masked_fill(~is_real, max_int32).amin(-1),
-            max_first=first_key.masked_fill(~is_real, -1).amax(-1),
-            min_last=last_key.masked_fill(~is_real, max_int32).amin(-1),
+            min_first=first_key.masked_fill(~is_real_query, max_int32).amin(-1),
+            max_first=first_key.masked_fill(~is_real_query, -1).amax(-1),
+            min_last=last_key.masked_fill(~is_real_query, max_int32).amin(-1),
             max_last=last_key.amax(-1),
-            queries=is_real.sum(-1, dtype=torch.int32),
+            queries=is_real_query.sum(-1, dtype=torch.int32),
         )
 
 
@@ -278,8 +284,8 @@ class BlockIndices:
         """
         columns = selected.shape[-1]
         width = columns if width is None else min(width, columns)
-        column = torch.arange(columns, device=selected.device, dtype=torch.int32)
-        return cls.of(column.expand_as(selected), selected, width)
+        column_indices = torch.arange(columns, device=selected.device, dtype=torch.int32)
+        return cls.of(column_indices.expand_as(selected), selected, width)
 
     @classmethod
     def of(cls, values: Tensor, selected: Tensor, width: int) -> BlockIndices:
@@ -309,9 +315,9 @@ class BlockIndices:
     def to_dense(self, columns: int) -> Tensor:
         """Return bool [B, H, M, columns], True for listed blocks; the inverse of `from_dense`."""
         # unused entries are written to one spare column
-        column = torch.where(self.listed(), self.indices, columns).to(torch.int64)
-        is_listed = column.new_zeros((*self.counts.shape, columns + 1), dtype=torch.bool)
-        return is_listed.scatter_(-1, column, True)[..., :columns]
+        listed_columns = torch.where(self.listed(), self.indices, columns).to(torch.int64)
+        is_listed = listed_columns.new_zeros((*self.counts.shape, columns + 1), dtype=torch.bool)
+        return is_listed.scatter_(-1, listed_columns, True)[..., :columns]
 
     def transpose(self, columns: int) -> BlockIndices:
         """Return lists per column: the rows that list each of the ``columns`` columns."""
@@ -340,5 +346,5 @@ def row_indices(selected: Tensor, max_rows: int) -> Tensor:
         selected: bool [B, M].
         max_rows: upper bound of the number of True columns per batch row.
     """
-    lists = BlockIndices.from_dense(selected[:, None, None], max_rows)
-    return torch.where(lists.listed(), lists.indices, -1)[:, 0, 0].to(torch.int64)
+    column_lists = BlockIndices.from_dense(selected[:, None, None], max_rows)
+    return torch.where(column_lists.listed(), column_lists.indices, -1)[:, 0, 0].to(torch.int64)

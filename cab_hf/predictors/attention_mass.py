@@ -18,7 +18,7 @@ MAX_LOGITS_PER_CHUNK = 2**26
 def iterate_attention_rows(
     q: Tensor,
     k: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     scale: float,
     stride: int = 1,
     rows_per_chunk: int = QUERIES_PER_CHUNK,
@@ -32,7 +32,7 @@ def iterate_attention_rows(
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
-        ranges: intervals of keys that each query may attend to.
+        key_ranges: intervals of keys that each query may attend to.
         scale: factor of the dot products.
         stride: tokens per tile.
         rows_per_chunk: rows of tiles per chunk.
@@ -41,10 +41,10 @@ def iterate_attention_rows(
         (index of the first row of the chunk, float32 [B, H, rows, T]). T is the number of key tiles
         up to the last tile that is visible to the chunk. Rows of padding are zero.
     """
-    row_bounds = ranges.rows(stride)
+    row_bounds = key_ranges.rows(stride)
     # padding tokens in a tile add 0 to its logit
-    q = q.masked_fill(~(ranges.end >= 0)[:, None, :, None], 0.0)
-    k = k.masked_fill(~ranges.key_valid[:, None, :, None], 0.0)
+    q = q.masked_fill(~(key_ranges.end >= 0)[:, None, :, None], 0.0)
+    k = k.masked_fill(~key_ranges.key_valid[:, None, :, None], 0.0)
     queries = _concatenate_tiles(q, stride, is_reversed=True).unflatten(1, (k.shape[1], -1))
     keys = _concatenate_tiles(k, stride).unsqueeze(2).transpose(-1, -2)
     for first_row in range(0, queries.shape[3], rows_per_chunk):
@@ -104,7 +104,7 @@ def sum_blocks(x: Tensor, block_size: int, num_blocks: int) -> Tensor:
 def compute_block_mass(
     q: Tensor,
     k: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     scale: float,
     query_block: int,
     key_block: int,
@@ -119,7 +119,7 @@ def compute_block_mass(
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
-        ranges: intervals of keys that each query may attend to.
+        key_ranges: intervals of keys that each query may attend to.
         scale: factor of the dot products.
         query_block: tokens per query block, a multiple of ``stride``.
         key_block: tokens per key block, a multiple of ``stride``.
@@ -132,7 +132,7 @@ def compute_block_mass(
     for _, probabilities in iterate_attention_rows(
         q,
         k,
-        ranges=ranges,
+        key_ranges=key_ranges,
         scale=scale,
         stride=stride,
         rows_per_chunk=rows_per_block * q_blocks_per_chunk,

@@ -158,7 +158,7 @@ class Predictor(ABC):
                 tokens_per_block)`` joins tensors with one entry per block. Its method ``tokens(x)``
                 joins tensors with one entry per token.
         """
-        return layout.blocks(summary, 2, self.config.key_block)
+        return layout.all_gather_blocks(summary, 2, self.config.key_block)
 
     # aliases and not methods that call the new names: an override of ``merge`` may call
     # ``super().join``, which must not call the override again

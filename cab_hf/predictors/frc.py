@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import block_sizes, tail_sizes
+from cab_hf.config import block_sizes, tail_and_query_block_sizes
 from cab_hf.ops import has_kernels, reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, get_head_sparsity
@@ -106,16 +106,16 @@ class FrcPredictor(Predictor):
             key_vectors: [B, H_kv, M_k, D], representatives of the key blocks.
             layer_context: the context of the layer.
         """
-        config, ranges, heads = self.config, layer_context.ranges, query_vectors.shape[1]
+        config, key_ranges, heads = self.config, layer_context.ranges, query_vectors.shape[1]
         query_block, key_block = block_sizes(config)
-        tail_tokens, _ = tail_sizes(config)
-        has_tail = ranges.has_tail(tail_tokens, query_block)
-        tail_mask = ranges.tail(tail_tokens, query_block) if has_tail else None
-        dense_rows = ranges.tail_rows(tail_tokens, query_block)
+        tail_tokens, _ = tail_and_query_block_sizes(config)
+        has_tail = key_ranges.has_tail(tail_tokens, query_block)
+        tail_mask = key_ranges.tail(tail_tokens, query_block) if has_tail else None
+        dense_rows = key_ranges.tail_rows(tail_tokens, query_block)
         is_tail_listed = tail_mask is not None and dense_rows is None
         sparsity = get_head_sparsity(config, layer_context.layer, heads)
         block_bounds = reference.compute_block_bounds(
-            ranges, query_block, key_block, config.sink_blocks, config.local_blocks
+            key_ranges, query_block, key_block, config.sink_blocks, config.local_blocks
         )
         is_marked_block = (
             key_vectors[..., 0].isnan().repeat_interleave(heads // key_vectors.shape[1], dim=1)
@@ -139,19 +139,19 @@ class FrcPredictor(Predictor):
             key_vectors.float(),
             block_bounds,
             num_listed.expand(-1, heads, -1).contiguous(),
-            ranges.rows(query_block).block_positions(query_block),
+            key_ranges.rows(query_block).block_positions(query_block),
             scale=layer_context.scale,
             query_block=query_block,
             key_block=key_block,
             curvature=config.curvature,
             redundancy=config.redundancy,
             full_width=min(kv_blocks, max(max_selected, max_forced)),
-            partial_width=min(kv_blocks, num_crossed_blocks) if ranges.aligned else kv_blocks,
+            partial_width=min(kv_blocks, num_crossed_blocks) if key_ranges.aligned else kv_blocks,
         )
         return BlockPlan(
             BlockIndices(full_counts, full_indices),
             BlockIndices(partial_counts, partial_indices),
-            ranges,
+            key_ranges,
             query_block=query_block,
             key_block=key_block,
             dense_rows=dense_rows,
@@ -385,7 +385,7 @@ def _largest_norm_tokens_op(
     # imported here, so that models on a CPU run without Triton
     from cab_hf.ops import frc
 
-    return frc.largest_norm_tokens(x, is_valid, block_size, mark_not_finite)
+    return frc.find_largest_norm_tokens(x, is_valid, block_size, mark_not_finite)
 
 
 @_largest_norm_tokens_op.register_fake

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cab_hf.checks import is_number, is_share, is_whole_number, require
+from cab_hf.checks import is_fraction, is_number, is_whole_number, require
 from cab_hf.ops import reference
 from cab_hf.predictors.frc import (
     compute_affinity,
@@ -324,7 +324,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         require(is_number(threshold), "threshold", threshold, "a finite number")
         for argument_name, kept_fraction in (("min_keep", min_keep), ("max_keep", max_keep)):
             require(
-                is_share(kept_fraction) and kept_fraction > 0,
+                is_fraction(kept_fraction) and kept_fraction > 0,
                 argument_name,
                 kept_fraction,
                 "in (0, 1]",
@@ -412,20 +412,20 @@ def visualize_frc_statistics(
     visible_frc = frc[..., is_visible].flatten()
     histogram_axes.hist(visible_frc[visible_frc.isfinite()].numpy(), bins=100)
     histogram_axes.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
-    image = heat_map_axes.imshow(
+    heat_map = heat_map_axes.imshow(
         frc[0, 0].masked_fill(~is_visible, torch.nan).numpy(), aspect="equal"
     )
-    figure.colorbar(image, ax=heat_map_axes)
+    figure.colorbar(heat_map, ax=heat_map_axes)
     heat_map_axes.set(title="curvature, first head", xlabel="key block", ylabel="query block")
     _plot_quantiles(quantile_axes, frc, is_visible)
     # draw every n-th point only
-    drawn_points = slice(None, None, -(-visible_frc.numel() // MAX_DRAWN_POINTS))
+    drawn_point_slice = slice(None, None, -(-visible_frc.numel() // MAX_DRAWN_POINTS))
     for term_name, panel_term in panel_terms.items():
         term_axes = scatter_axes.pop(0)
         visible_term = panel_term.detach().float().cpu()[..., is_visible].flatten()
         drawn_terms, drawn_curvatures = (
-            visible_term[drawn_points].numpy(),
-            visible_frc[drawn_points].numpy(),
+            visible_term[drawn_point_slice].numpy(),
+            visible_frc[drawn_point_slice].numpy(),
         )
         term_axes.scatter(drawn_terms, drawn_curvatures, s=4, alpha=0.4)
         term_axes.set(title=f"curvature against {term_name}", xlabel=term_name, ylabel="curvature")
@@ -549,9 +549,9 @@ def _require_sizes(**sizes: Any) -> None:
 def _require_settings(formula: Any = "forman", redundancy: Any = 0, sparsity: Any = 0) -> None:
     """Raise a ValueError for a setting of the published method that is out of range."""
     require(formula in SELECTED_EXTREME, "formula", formula, "'forman' or 'additive'")
-    require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
+    require(is_fraction(redundancy), "redundancy", redundancy, "in [0, 1]")
     require(
-        is_share(sparsity) and sparsity < 1,
+        is_fraction(sparsity) and sparsity < 1,
         "sparsity",
         sparsity,
         "in [0, 1) so that every row keeps at least one block",

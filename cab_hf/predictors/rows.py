@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cab_hf.config import tail_sizes
+from cab_hf.config import tail_and_query_block_sizes
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
 from cab_hf.selection import QuantizedKeys, quantize_keys, select_blocks
@@ -67,28 +67,30 @@ class RowsPredictor(Predictor):
     ) -> QuantizedKeys:
         """Return the quantised keys of all ranks."""
         exponents = summary.exponents
-        values = layout.tokens(summary.values)
-        return QuantizedKeys(values, None if exponents is None else layout.tokens(exponents))
+        values_of_all_ranks = layout.all_gather_tokens(summary.values)
+        return QuantizedKeys(
+            values_of_all_ranks, None if exponents is None else layout.all_gather_tokens(exponents)
+        )
 
     def choose(self, q: Tensor, summary: QuantizedKeys, layer_context: LayerContext) -> BlockPlan:
         """Return the plan for q over the quantised keys ``summary``; see `select_blocks`."""
-        config, ranges = self.config, layer_context.ranges
+        config, key_ranges = self.config, layer_context.ranges
         full, partial = select_blocks(
             q,
             summary,
-            ranges,
+            key_ranges,
             config,
             scale=layer_context.scale,
             channels=layer_context.channels,
             sinks=layer_context.sinks,
             softcap=layer_context.softcap,
         )
-        tail_tokens, query_block = tail_sizes(config)
+        tail_tokens, query_block = tail_and_query_block_sizes(config)
         return BlockPlan(
             full,
             partial,
-            ranges,
+            key_ranges,
             query_block=query_block,
             key_block=config.key_block,
-            dense_rows=ranges.tail_rows(tail_tokens, query_block),
+            dense_rows=key_ranges.tail_rows(tail_tokens, query_block),
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.checks import require
-from cab_hf.config import CabConfig, tail_sizes
+from cab_hf.config import CabConfig, tail_and_query_block_sizes
 from cab_hf.ops import has_kernels
 from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
@@ -135,16 +135,16 @@ def select_blocks(
             sinks=sinks,
             softcap=softcap,
         )
-    _require_matching_shapes(q, keys, ranges=ranges, channels=channels, sinks=sinks)
+    _require_matching_shapes(q, keys, key_ranges=ranges, channels=channels, sinks=sinks)
     score_options = ScoreOptions(scale, channels, sinks, softcap)
     select_on_device = _select_by_kernels if has_kernels(q) else _select_by_reference
-    return select_on_device(q, keys, ranges=ranges, config=config, score_options=score_options)
+    return select_on_device(q, keys, key_ranges=ranges, config=config, score_options=score_options)
 
 
 def _require_matching_shapes(
     q: Tensor,
     keys: QuantizedKeys,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     channels: tuple[int, ...],
     sinks: Tensor | None,
 ) -> None:
@@ -161,9 +161,9 @@ def _require_matching_shapes(
         f"a multiple of the {keys.kv_heads} heads of keys",
     )
     require(
-        ranges.q_length == q_length and ranges.kv_length == kv_length,
+        key_ranges.q_length == q_length and key_ranges.kv_length == kv_length,
         "ranges",
-        f"{ranges.q_length} queries and {ranges.kv_length} keys",
+        f"{key_ranges.q_length} queries and {key_ranges.kv_length} keys",
         f"ranges of {q_length} queries and {kv_length} keys, as q and keys are",
     )
     require(
@@ -183,7 +183,7 @@ def _require_matching_shapes(
 def _select_by_reference(
     q: Tensor,
     keys: QuantizedKeys,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     score_options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
@@ -193,21 +193,21 @@ def _select_by_reference(
     positive.
     """
     has_fast_scores = q.device.type == "cpu" and score_options.scale > 0
-    selected = reference.select_blocks(
+    is_selected_block = reference.select_blocks(
         q,
         keys.values,
-        ranges=ranges,
+        ranges=key_ranges,
         config=config,
         score_options=score_options,
         sampled_scores_fn=cpu.compute_sampled_scores if has_fast_scores else None,
     )
-    tail_tokens, query_block = tail_sizes(config)
+    tail_tokens, query_block = tail_and_query_block_sizes(config)
     plan = BlockPlan.from_dense(
-        selected,
-        ranges,
+        is_selected_block,
+        key_ranges,
         query_block=query_block,
         key_block=config.key_block,
-        dense_rows=ranges.tail_rows(tail_tokens, query_block),
+        dense_rows=key_ranges.tail_rows(tail_tokens, query_block),
     )
     return plan.full, plan.partial
 
@@ -215,7 +215,7 @@ def _select_by_reference(
 def _select_by_kernels(
     q: Tensor,
     keys: QuantizedKeys,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     score_options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
@@ -231,12 +231,12 @@ def _select_by_kernels(
 
     (batch, num_heads, q_length, head_dim), kv_length = q.shape, keys.values.shape[2]
     with launch.on_device_of(q):
-        selection_rules = threshold.SelectionRules.create(keys.exponents, ranges, config)
+        selection_rules = threshold.SelectionRules.create(keys.exponents, key_ranges, config)
         bitmap = threshold.Bitmap.allocate(selection_rules, num_heads)
-        sample_passes = threshold.split_by_sample(selection_rules, ranges, config)
+        sample_passes = threshold.split_by_sample(selection_rules, key_ranges, config)
         is_capped = config.max_density < 1
         capped_lists = (
-            compact.CappedLists.allocate(bitmap, selection_rules, ranges, config)
+            compact.CappedLists.allocate(bitmap, selection_rules, key_ranges, config)
             if is_capped
             else None
         )
@@ -249,7 +249,7 @@ def _select_by_kernels(
             for sample_pass in sample_passes:
                 samples = gather.sample_queries(
                     q,
-                    ranges=sample_pass.ranges,
+                    key_ranges=sample_pass.ranges,
                     config=sample_pass.config,
                     head_range=head_range,
                     scale=score_options.scale,
@@ -264,7 +264,7 @@ def _select_by_kernels(
                     num_kv_heads=batch * keys.kv_heads,
                     channel_widths=tiles.compute_channel_widths(score_options.channels, head_dim),
                     dtype=keys.values.dtype,
-                    is_whole_sequence=q_length == kv_length and ranges.consecutive,
+                    is_whole_sequence=q_length == kv_length and key_ranges.consecutive,
                     has_descriptors=launch.reads_by_descriptor(q.device),
                 )
                 threshold.fill_bitmap(
@@ -288,16 +288,16 @@ def _select_by_kernels(
                     head_range=head_range,
                 )
         return (
-            capped_lists.lists
+            capped_lists.full_and_partial
             if is_capped
-            else compact.convert_bitmap_to_lists(bitmap, selection_rules, ranges, config)
+            else compact.convert_bitmap_to_lists(bitmap, selection_rules, key_ranges, config)
         )
 
 
 def _select_as_op(
     q: Tensor,
     keys: QuantizedKeys,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     *,
     scale: float,
@@ -310,7 +310,7 @@ def _select_as_op(
     If torch.compile traced the selection, torch.compile would unroll loops and compile one graph
     per sequence length.
     """
-    sequence_end = ranges.sequence_end
+    sequence_end = key_ranges.sequence_end
     if sequence_end is not None and not isinstance(sequence_end, Tensor):
         sequence_end = torch.full((1, 1), sequence_end, device=q.device, dtype=torch.int32)
     full_counts, full, partial_counts, partial = torch.ops.cab_hf.select_blocks(
@@ -318,16 +318,16 @@ def _select_as_op(
         keys.values,
         keys.exponents,
         sinks,
-        ranges.start,
-        ranges.end,
-        ranges.key_valid,
+        key_ranges.start,
+        key_ranges.end,
+        key_ranges.key_valid,
         sequence_end,
         softcap=softcap,
         scale=scale,
         channels=channels,
-        aligned=ranges.aligned,
-        consecutive=ranges.consecutive,
-        documents=ranges.documents,
+        aligned=key_ranges.aligned,
+        consecutive=key_ranges.consecutive,
+        documents=key_ranges.documents,
         **{field_name: getattr(config, field_name) for field_name in SCHEMA_TYPE_BY_FIELD},
     )
     return BlockIndices(full_counts, full), BlockIndices(partial_counts, partial)
@@ -363,7 +363,7 @@ def _select_op(
     Returns:
         Counts and indices of full blocks, then counts and indices of partial blocks.
     """
-    ranges = KeyRanges(
+    key_ranges = KeyRanges(
         start,
         end,
         key_valid,
@@ -375,7 +375,7 @@ def _select_op(
     full, partial = select_blocks(
         q,
         QuantizedKeys(stored_keys, key_scale_exponents),
-        ranges,
+        key_ranges,
         _build_config(scalar_arguments),
         scale=scalar_arguments["scale"],
         channels=tuple(scalar_arguments["channels"]),

@@ -48,20 +48,24 @@ class CappedLists(NamedTuple):
     caps: Tensor
 
     @property
-    def lists(self) -> tuple[BlockIndices, BlockIndices]:
+    def full_and_partial(self) -> tuple[BlockIndices, BlockIndices]:
         """Return the lists of full blocks and the lists of partial blocks."""
         return self.full, self.partial
 
     @classmethod
     def allocate(
-        cls, bitmap: Bitmap, selection_rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+        cls,
+        bitmap: Bitmap,
+        selection_rules: SelectionRules,
+        key_ranges: KeyRanges,
+        config: CabConfig,
     ) -> CappedLists:
         """Allocate the lists without initialising them, and compute the caps.
 
         Args:
             bitmap: Bitmap of all heads; only its shape is used.
             selection_rules: Blocks that are selected regardless of scores.
-            ranges: Keys that each query may attend to.
+            key_ranges: Keys that each query may attend to.
             config: Settings of the selection.
         """
         kv_blocks = selection_rules.marked_blocks.shape[2]
@@ -76,7 +80,7 @@ class CappedLists(NamedTuple):
         full, partial = _allocate_lists(
             bitmap.counts,
             full_width=min(kv_blocks, list_width),
-            partial_width=num_crossed_blocks if ranges.aligned else list_width,
+            partial_width=num_crossed_blocks if key_ranges.aligned else list_width,
         )
         caps = ops_reference.compute_max_blocks(
             selection_rules.block_bounds, config.max_density, selection_rules.marked_blocks
@@ -119,7 +123,7 @@ def split_heads(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[H
 
 
 def convert_bitmap_to_lists(
-    bitmap: Bitmap, selection_rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+    bitmap: Bitmap, selection_rules: SelectionRules, key_ranges: KeyRanges, config: CabConfig
 ) -> tuple[BlockIndices, BlockIndices]:
     """Return the lists of full and of partial blocks of all heads.
 
@@ -127,7 +131,7 @@ def convert_bitmap_to_lists(
         bitmap: Selected blocks of all heads.
         selection_rules: Its ``block_bounds`` contain the visible and the full blocks of each query
             block.
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the selection.
     """
     counts, list_width = bitmap.counts, selection_rules.marked_blocks.shape[2]
@@ -137,7 +141,7 @@ def convert_bitmap_to_lists(
     full, partial = _allocate_lists(
         counts,
         full_width=list_width,
-        partial_width=num_crossed_blocks if ranges.aligned else list_width,
+        partial_width=num_crossed_blocks if key_ranges.aligned else list_width,
     )
     fill_lists(bitmap.bits, block_bounds=selection_rules.block_bounds, full=full, partial=partial)
     return full, partial
@@ -176,7 +180,7 @@ def fill_capped_lists(
     """
     batch_row, first_head = divmod(head_range.first_head, head_range.heads_per_row)
     batch_row_slice = slice(batch_row, batch_row + 1)
-    full, partial = capped_lists.lists
+    full, partial = capped_lists.full_and_partial
     top_k.select_blocks(
         score=scores,
         block_bounds=selection_rules.block_bounds[:, batch_row_slice].contiguous(),
@@ -204,9 +208,9 @@ def _allocate_lists(
     """
     full, partial = (
         BlockIndices(
-            counts=torch.empty_like(counts), indices=counts.new_empty((*counts.shape, width))
+            counts=torch.empty_like(counts), indices=counts.new_empty((*counts.shape, list_width))
         )
-        for width in (full_width, min(full_width, partial_width))
+        for list_width in (full_width, min(full_width, partial_width))
     )
     return full, partial
 

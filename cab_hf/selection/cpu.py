@@ -62,7 +62,7 @@ class SampledQueries:
         cls,
         positions: Tensor,
         *,
-        ranges: KeyRanges,
+        key_ranges: KeyRanges,
         channels: Tensor | None,
         keys: Tensor,
         key_stride: int,
@@ -73,9 +73,9 @@ class SampledQueries:
         batch_row = torch.arange(len(positions), device=positions.device)[:, None, None, None]
         range_index = batch_row, positions.clamp(min=0)
         # index of the first sampled key at or after the start, and of the last at or before the end
-        first_key = (ranges.start[range_index].long() - first_position).clamp_(min=0)
+        first_key = (key_ranges.start[range_index].long() - first_position).clamp_(min=0)
         first_key = first_key.add_(key_stride - 1).div_(key_stride, rounding_mode="floor")
-        last_key = (ranges.end[range_index].long() - first_position).div_(
+        last_key = (key_ranges.end[range_index].long() - first_position).div_(
             key_stride, rounding_mode="floor"
         )
         has_no_key = (positions < 0) | (last_key < first_key)
@@ -97,7 +97,7 @@ class SampledQueries:
 def compute_sampled_scores(
     q: Tensor,
     k: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     score_options: ScoreOptions,
     *,
@@ -110,7 +110,7 @@ def compute_sampled_scores(
     """
     num_heads = q.shape[1]
     samples_by_kind = _sample_queries(
-        q, k, ranges=ranges, config=config, channels=score_options.channels
+        q, k, key_ranges=key_ranges, config=config, channels=score_options.channels
     )
     max_samples = max(samples.positions.shape[3] for samples in samples_by_kind)
     q_blocks_per_group = max(1, MAX_SAMPLES_PER_GROUP // (num_heads * max_samples))
@@ -126,7 +126,9 @@ def compute_sampled_scores(
         for group_q_blocks in (
             scored_q_blocks.split(q_blocks_per_group) if len(scored_q_blocks) else ()
         ):
-            block_group = _QueryBlockGroup.from_blocks(ranges, batch_row, group_q_blocks, config)
+            block_group = _QueryBlockGroup.from_blocks(
+                key_ranges, batch_row, group_q_blocks, config
+            )
             share_sum, max_share = 0.0, None
             for samples in samples_by_kind:
                 max_share_of_kind, share_sum_of_kind = _compute_shares(
@@ -174,10 +176,10 @@ class _QueryBlockGroup:
 
     @classmethod
     def from_blocks(
-        cls, ranges: KeyRanges, batch_row: int, q_blocks: Tensor, config: CabConfig
+        cls, key_ranges: KeyRanges, batch_row: int, q_blocks: Tensor, config: CabConfig
     ) -> _QueryBlockGroup:
         """Compute the visible key blocks of the query blocks ``q_blocks`` of one batch row."""
-        key_bounds, key_block = ranges.rows(config.query_block), config.key_block
+        key_bounds, key_block = key_ranges.rows(config.query_block), config.key_block
         return cls(
             batch_row=batch_row,
             q_blocks=q_blocks,
@@ -187,7 +189,7 @@ class _QueryBlockGroup:
 
 
 def _sample_queries(
-    q: Tensor, k: Tensor, *, ranges: KeyRanges, config: CabConfig, channels: tuple[int, ...]
+    q: Tensor, k: Tensor, *, key_ranges: KeyRanges, config: CabConfig, channels: tuple[int, ...]
 ) -> list[SampledQueries]:
     """Return the typical queries, then the outlier queries if ``config.outlier_queries`` > 0.
 
@@ -195,7 +197,7 @@ def _sample_queries(
     """
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical, key_stride = num_typical_queries(config), config.typical_key_stride
-    typical_positions = reference.sample_typical_queries(ranges, query_block, num_typical)
+    typical_positions = reference.sample_typical_queries(key_ranges, query_block, num_typical)
     num_padding_keys = -k.shape[2] % config.key_block
     # without the condition, F.pad would copy all keys
     padded_keys = F.pad(k, (0, 0, 0, num_padding_keys)) if num_padding_keys else k
@@ -203,7 +205,7 @@ def _sample_queries(
     samples_by_kind = [
         SampledQueries.create(
             typical_positions.unsqueeze(1),
-            ranges=ranges,
+            key_ranges=key_ranges,
             channels=None,
             keys=padded_keys[:, :, first_sampled_key::key_stride].float(),
             key_stride=key_stride,
@@ -217,8 +219,8 @@ def _sample_queries(
         )
         samples_by_kind.append(
             SampledQueries.create(
-                sample_outlier_queries(q, ranges, query_block, num_outliers),
-                ranges=ranges,
+                sample_outlier_queries(q, key_ranges, query_block, num_outliers),
+                key_ranges=key_ranges,
                 channels=channel_index,
                 keys=outlier_keys.float(),
                 key_stride=1,
@@ -332,20 +334,20 @@ def _compute_block_maxima(
         num_blocks = end_block - first_block
         # [H_kv, keys_per_block * num_blocks, C]: adjacent rows belong to adjacent blocks, so that
         # the maximum over the keys of a block is a maximum of vectors
-        range_keys = keys[:, first_block * keys_per_block : end_block * keys_per_block]
-        range_keys = range_keys.unflatten(1, (num_blocks, keys_per_block))
-        range_keys = range_keys.transpose(1, 2).reshape(kv_heads, -1, num_channels)
-        products = product_buffer[: num_samples * range_keys.shape[1]]
+        keys_of_product = keys[:, first_block * keys_per_block : end_block * keys_per_block]
+        keys_of_product = keys_of_product.unflatten(1, (num_blocks, keys_per_block))
+        keys_of_product = keys_of_product.transpose(1, 2).reshape(kv_heads, -1, num_channels)
+        products = product_buffer[: num_samples * keys_of_product.shape[1]]
         torch.bmm(
             kv_queries,
-            range_keys.transpose(1, 2),
-            out=products.view(kv_heads, -1, range_keys.shape[1]),
+            keys_of_product.transpose(1, 2),
+            out=products.view(kv_heads, -1, keys_of_product.shape[1]),
         )
         products = products.view(num_heads, -1, keys_per_block, num_blocks)
         if end_block * keys_per_block - 1 > earliest_last_key:
-            _mask_border_block(products, last_key, first_block, is_end=True)
+            _mask_border_block(products, last_key, first_block, is_last_visible_key=True)
         if first_block * keys_per_block < latest_first_key:
-            _mask_border_block(products, first_key, first_block, is_end=False)
+            _mask_border_block(products, first_key, first_block, is_last_visible_key=False)
         # amax over few columns is slow: halve the keys by elementwise maxima instead
         while (
             products.shape[2] > 1
@@ -356,13 +358,13 @@ def _compute_block_maxima(
             products = torch.maximum(
                 products[:, :, :num_keys_per_half], products[:, :, num_keys_per_half:]
             )
-        columns = slice(first_block - first_column, end_block - first_column)
-        torch.amax(products, 2, out=block_max_products[..., columns])
+        column_slice = slice(first_block - first_column, end_block - first_column)
+        torch.amax(products, 2, out=block_max_products[..., column_slice])
     return block_max_products
 
 
 def _mask_border_block(
-    products: Tensor, border_key: Tensor, first_block: int, *, is_end: bool
+    products: Tensor, border_key: Tensor, first_block: int, *, is_last_visible_key: bool
 ) -> None:
     """Write -inf to the invisible keys of the block that contains ``border_key``.
 
@@ -372,10 +374,11 @@ def _mask_border_block(
 
     Args:
         products: float32 [H, S, keys_per_block, blocks], contiguous, changed in place.
-        border_key: int64 [H or 1, S], the last visible sampled key of each query if ``is_end``,
-            else the first.
+        border_key: int64 [H or 1, S], the last visible sampled key of each query if
+            ``is_last_visible_key``, else the first.
         first_block: Index of the first block of ``products``.
-        is_end: True to mask the keys after the border, False to mask the keys before the border.
+        is_last_visible_key: True to mask the keys after the border, False to mask the keys before
+            the border.
     """
     num_heads, _, keys_per_block, num_blocks = products.shape
     key_in_block = torch.arange(keys_per_block, device=products.device)
@@ -384,7 +387,7 @@ def _mask_border_block(
     # [H or 1, S, keys_per_block]
     key_index = (border_block + first_block) * keys_per_block + key_in_block
     border_key = border_key.unsqueeze(-1)
-    is_invisible = key_index > border_key if is_end else key_index < border_key
+    is_invisible = key_index > border_key if is_last_visible_key else key_index < border_key
     product_index = (border_block + key_in_block * num_blocks).expand(num_heads, -1, -1)
     products = products.flatten(2)
     border_products = products.gather(2, product_index).masked_fill_(is_invisible, -torch.inf)
@@ -438,14 +441,14 @@ def _compute_softmax(block_max_logits: Tensor, sinks: Tensor | None, key_block: 
 
 
 def sample_outlier_queries(
-    q: Tensor, ranges: KeyRanges, query_block: int, samples_per_block: int
+    q: Tensor, key_ranges: KeyRanges, query_block: int, samples_per_block: int
 ) -> Tensor:
     """Compute `reference.sample_outlier_queries` from the Gram matrix of each query block."""
     if samples_per_block == query_block:
-        return reference.sample_outlier_queries(q, ranges, query_block, samples_per_block)
+        return reference.sample_outlier_queries(q, key_ranges, query_block, samples_per_block)
     q_blocks = -(-q.shape[2] // query_block)
     num_padding = q_blocks * query_block - q.shape[2]
-    is_real_query = F.pad(ranges.end >= 0, (0, num_padding)).unflatten(1, (-1, query_block))
+    is_real_query = F.pad(key_ranges.end >= 0, (0, num_padding)).unflatten(1, (-1, query_block))
     sample_indices = torch.empty(
         *q.shape[:2], q_blocks, samples_per_block, dtype=torch.int64, device=q.device
     )

@@ -77,18 +77,18 @@ class ChannelOrder(NamedTuple):
     The channels of outlier queries are the channels that outlier queries are scored on.
 
     Attributes:
-        channel_table: int32 [first_width + other_width], the channel of q or k that each stored
-            channel contains; -1 for padding.
-        first_width: Number of stored channels of outlier queries, a power of two. The number of all
-            stored channels if outlier queries are scored on all channels.
-        other_width: Number of further stored channels, a power of two or 0.
+        channel_table: int32 [num_first_channels + num_other_channels], the channel of q or k that
+            each stored channel contains; -1 for padding.
+        num_first_channels: Number of stored channels of outlier queries, a power of two. The
+            number of all stored channels if outlier queries are scored on all channels.
+        num_other_channels: Number of further stored channels, a power of two or 0.
         run_length: Length of the aligned runs of ``channel_table`` that contain adjacent channels
             or only padding. One instruction loads a run.
     """
 
     channel_table: Tensor
-    first_width: int
-    other_width: int
+    num_first_channels: int
+    num_other_channels: int
     run_length: int
 
     @classmethod
@@ -105,20 +105,23 @@ class ChannelOrder(NamedTuple):
         """
         outlier_channels = channels or tuple(range(head_dim))
         other_channels = [channel for channel in range(head_dim) if channel not in outlier_channels]
-        widths = compute_channel_widths(channels, head_dim)
-        channel_table = [*outlier_channels, *[-1] * (widths.outliers - len(outlier_channels))]
-        channel_table += [*other_channels, *[-1] * (widths.others - len(other_channels))]
+        channel_widths = compute_channel_widths(channels, head_dim)
+        channel_table = [
+            *outlier_channels,
+            *[-1] * (channel_widths.outliers - len(outlier_channels)),
+        ]
+        channel_table += [*other_channels, *[-1] * (channel_widths.others - len(other_channels))]
         return cls(
             channel_table=torch.tensor(channel_table, dtype=torch.int32, device=device),
-            first_width=widths.outliers,
-            other_width=widths.others,
+            num_first_channels=channel_widths.outliers,
+            num_other_channels=channel_widths.others,
             run_length=_find_run_length(channel_table),
         )
 
     @property
-    def width(self) -> int:
+    def num_stored_channels(self) -> int:
         """Return the number of stored channels."""
-        return self.first_width + self.other_width
+        return self.num_first_channels + self.num_other_channels
 
 
 def _find_run_length(channel_table: list[int]) -> int:
@@ -212,8 +215,8 @@ def allocate_quantized_keys(
     k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Allocate values and exponents, the results of `quantize`, without computing them."""
-    width = sum(compute_channel_widths(channels, k.shape[3]))
-    stored_keys = k.new_empty(*k.shape[:3], width, dtype=dtype)
+    num_stored_channels = sum(compute_channel_widths(channels, k.shape[3]))
+    stored_keys = k.new_empty(*k.shape[:3], num_stored_channels, dtype=dtype)
     return stored_keys, k.new_empty(*k.shape[:3], 1, dtype=torch.int8)
 
 
@@ -248,8 +251,8 @@ def quantize(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[
         heads=heads,
         length=length,
         BLOCK_N=KEYS_PER_QUANTIZE_PROGRAM,
-        FIRST_WIDTH=channel_order.first_width,
-        OTHER_WIDTH=channel_order.other_width,
+        FIRST_WIDTH=channel_order.num_first_channels,
+        OTHER_WIDTH=channel_order.num_other_channels,
         RUN_LENGTH=channel_order.run_length,
         num_warps=4,
     )
@@ -293,7 +296,7 @@ def mark_blocks(key_scale_exponents: Tensor, is_valid_key: Tensor, key_block: in
 def sample_queries(
     q: Tensor,
     *,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     head_range: HeadRange,
     scale: float,
@@ -307,7 +310,7 @@ def sample_queries(
 
     Args:
         q: [B, H, N_q, D].
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the selection.
         head_range: Heads whose queries are sampled.
         scale: Softmax scale, the factor in ``logits = scale * q @ k.T``.
@@ -316,18 +319,18 @@ def sample_queries(
 
     Returns:
         The `QuerySample` of typical queries, with all channels: the shape of ``vectors`` is
-        [heads, M_q * num_typical_queries(config), channel_order.width] for the `ChannelOrder`
-        ``channel_order`` of ``channels``. Then, unless ``config.outlier_queries`` is 0, the
-        `QuerySample` of outlier queries, with ``channels`` only: [heads, M_q *
-        config.outlier_queries, channel_order.first_width]. The fields ``lse`` are allocated, but
-        not computed.
+        [heads, M_q * num_typical_queries(config), channel_order.num_stored_channels] for the
+        `ChannelOrder` ``channel_order`` of ``channels``. Then, unless ``config.outlier_queries`` is
+        0, the `QuerySample` of outlier queries, with ``channels`` only: [heads, M_q *
+        config.outlier_queries, channel_order.num_first_channels]. The fields ``lse`` are allocated,
+        but not computed.
     """
     channel_order = ChannelOrder.create(channels, q.shape[3], q.device)
     outlier_samples = []
     if num_outliers := config.outlier_queries:
         outlier_positions = sample_outlier_positions(
             q,
-            ranges,
+            key_ranges,
             head_range=head_range,
             query_block=config.query_block,
             samples_per_block=num_outliers,
@@ -337,12 +340,12 @@ def sample_queries(
             head_range=head_range,
             config=config,
             samples_per_block=num_outliers,
-            num_channels=channel_order.first_width,
+            num_channels=channel_order.num_first_channels,
             dtype=dtype,
         )
         _gather_queries(
             q,
-            ranges,
+            key_ranges,
             head_range=head_range,
             sample=outlier_sample,
             channel_order=channel_order,
@@ -356,13 +359,13 @@ def sample_queries(
         head_range=head_range,
         config=config,
         samples_per_block=num_typical_queries(config),
-        num_channels=channel_order.width,
+        num_channels=channel_order.num_stored_channels,
         dtype=dtype,
         key_stride=config.typical_key_stride,
     )
     _gather_queries(
         q,
-        ranges,
+        key_ranges,
         head_range=head_range,
         sample=typical_sample,
         channel_order=channel_order,
@@ -374,7 +377,12 @@ def sample_queries(
 
 
 def sample_outlier_positions(
-    q: Tensor, ranges: KeyRanges, *, head_range: HeadRange, query_block: int, samples_per_block: int
+    q: Tensor,
+    key_ranges: KeyRanges,
+    *,
+    head_range: HeadRange,
+    query_block: int,
+    samples_per_block: int,
 ) -> Tensor:
     """Return the positions of the outliers of each query block, for a group of heads.
 
@@ -382,7 +390,7 @@ def sample_outlier_positions(
 
     Args:
         q: [B, H, N_q, D].
-        ranges: Keys that each query may attend to; queries without keys are padding.
+        key_ranges: Keys that each query may attend to; queries without keys are padding.
         head_range: Heads whose queries are sampled.
         query_block: Queries per block.
         samples_per_block: Samples per query block.
@@ -393,7 +401,7 @@ def sample_outlier_positions(
     length, head_dim = q.shape[2:]
     q_blocks = triton.cdiv(length, query_block)
     if samples_per_block == query_block:
-        return _list_all_positions(ranges, head_range, q_blocks * samples_per_block)
+        return _list_all_positions(key_ranges, head_range, q_blocks * samples_per_block)
     gram_tiles = plan_gram(
         query_block=query_block,
         head_dim=head_dim,
@@ -408,7 +416,7 @@ def sample_outlier_positions(
     gram = q.new_empty(gram_shape, dtype=torch.int8) if gram_tiles.has_gram else None
     mean_similarity = positions.new_empty(head_range.num_heads * q_blocks_per_launch, block_q)
     inverse_norm = torch.empty_like(mean_similarity, dtype=torch.float32)
-    last_key = ranges.end if ranges.end.stride(1) == 1 else ranges.end.contiguous()
+    last_key = key_ranges.end if key_ranges.end.stride(1) == 1 else key_ranges.end.contiguous()
     query_vectors = make_vectors(q if q.stride(-1) == 1 else q.contiguous())
     for first_q_block in range(0, q_blocks, q_blocks_per_launch):
         # heads vary fastest: programs that run together read adjacent memory of [B, N, H, D]
@@ -451,10 +459,10 @@ def sample_outlier_positions(
     return positions
 
 
-def _list_all_positions(ranges: KeyRanges, head_range: HeadRange, length: int) -> Tensor:
+def _list_all_positions(key_ranges: KeyRanges, head_range: HeadRange, length: int) -> Tensor:
     """Return the positions 0 to ``length`` - 1, with -1 for padding, int32 [heads, length]."""
-    position = torch.arange(length, device=ranges.end.device, dtype=torch.int32)
-    last_key = F.pad(ranges.end, (0, length - ranges.q_length), value=-1)
+    position = torch.arange(length, device=key_ranges.end.device, dtype=torch.int32)
+    last_key = F.pad(key_ranges.end, (0, length - key_ranges.q_length), value=-1)
     positions = position.where(last_key >= 0, -1).repeat_interleave(head_range.heads_per_row, 0)
     return positions[head_range.first_head : head_range.first_head + head_range.num_heads]
 
@@ -487,7 +495,7 @@ def _allocate_sample(
 
 def _gather_queries(
     q: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     *,
     head_range: HeadRange,
     sample: QuerySample,
@@ -500,7 +508,7 @@ def _gather_queries(
 
     Args:
         q: [B, H, N_q, D].
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         head_range: Heads of the sample.
         sample: Allocated by `_allocate_sample`. All fields except ``lse`` are written.
         channel_order: Order of the channels.
@@ -511,7 +519,7 @@ def _gather_queries(
     """
     samples_per_head, num_channels = sample.vectors.shape[1:]
     first_key, last_key = (
-        x if x.stride(1) == 1 else x.contiguous() for x in (ranges.start, ranges.end)
+        x if x.stride(1) == 1 else x.contiguous() for x in (key_ranges.start, key_ranges.end)
     )
     grid = head_range.num_heads, triton.cdiv(samples_per_head, QUERIES_PER_GATHER_PROGRAM)
     _gather_queries_kernel[grid](
@@ -532,8 +540,8 @@ def _gather_queries(
         QUERY_BLOCK=query_block,
         SAMPLES_PER_BLOCK=sample.samples_per_block,
         BLOCK_M=QUERIES_PER_GATHER_PROGRAM,
-        FIRST_WIDTH=channel_order.first_width,
-        OTHER_WIDTH=num_channels - channel_order.first_width,
+        FIRST_WIDTH=channel_order.num_first_channels,
+        OTHER_WIDTH=num_channels - channel_order.num_first_channels,
         RUN_LENGTH=channel_order.run_length,
         KEY_STRIDE=sample.key_stride,
         FIRST_SAMPLED_KEY=reference.get_first_sampled_key(sample.key_stride),

@@ -115,7 +115,7 @@ def select_blocks(
     scores = compute_block_scores(
         q,
         k,
-        ranges=ranges,
+        key_ranges=ranges,
         config=config,
         score_options=score_options,
         sampled_scores_fn=sampled_scores_fn,
@@ -130,7 +130,7 @@ def select_blocks(
 def compute_block_scores(
     q: Tensor,
     k: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     score_options: ScoreOptions,
     *,
@@ -152,15 +152,15 @@ def compute_block_scores(
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the selection.
         score_options: Parameters of the logits.
         sampled_scores_fn: Replacement of `compute_sampled_scores`, which computes the last three
             cases; None for `compute_sampled_scores` itself.
     """
-    is_visible = block_visibility(ranges, config.query_block, config.key_block)
-    is_forced = ops_reference.forced_blocks(is_visible, ranges, config)
-    is_nonfinite_key = ops_reference.find_nonfinite_keys(k, ranges.key_valid)
+    is_visible = block_visibility(key_ranges, config.query_block, config.key_block)
+    is_forced = ops_reference.forced_blocks(is_visible, key_ranges, config)
+    is_nonfinite_key = ops_reference.find_nonfinite_keys(k, key_ranges.key_valid)
     is_marked_block = ops_reference.find_marked_blocks(
         is_nonfinite_key, config.key_block
     ).unsqueeze(2)
@@ -171,7 +171,7 @@ def compute_block_scores(
         sampled_scores_fn or compute_sampled_scores,
         q,
         k,
-        ranges=ranges,
+        key_ranges=key_ranges,
         config=config,
         score_options=score_options,
         is_visible=is_visible,
@@ -230,7 +230,7 @@ def _compute_scores_by_sample(
 def compute_sampled_scores(
     q: Tensor,
     k: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     config: CabConfig,
     score_options: ScoreOptions,
     *,
@@ -242,7 +242,7 @@ def compute_sampled_scores(
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D], without NaN and infinities.
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the selection.
         score_options: Parameters of the logits.
         is_visible: bool [B, M_q, M_k], True if a query of the query block may attend to a key of
@@ -262,7 +262,7 @@ def compute_sampled_scores(
         mean_share, max_share = compute_block_shares(
             q[:, [head]],
             k[:, [head // group_size]],
-            ranges=ranges,
+            key_ranges=key_ranges,
             config=config,
             score_options=score_options._replace(sinks=head_sinks),
         )
@@ -273,7 +273,7 @@ def compute_sampled_scores(
 
 
 def cap_scores(
-    scores: Tensor, ranges: KeyRanges, config: CabConfig, is_marked_block: Tensor | None = None
+    scores: Tensor, key_ranges: KeyRanges, config: CabConfig, is_marked_block: Tensor | None = None
 ) -> Tensor:
     """Return ``scores`` with -1 for the blocks that ``config.max_density`` excludes.
 
@@ -282,7 +282,7 @@ def cap_scores(
 
     Args:
         scores: float32 [B, H, M_q, M_k], from `compute_block_scores`.
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the selection.
         is_marked_block: bool [B, H_kv, M_k], marked blocks; None if no block is marked.
 
@@ -292,10 +292,10 @@ def cap_scores(
     if config.max_density == 1:
         return scores
     query_block, key_block = block_sizes(config)
-    is_visible = block_visibility(ranges, query_block, key_block)
-    is_forced = ops_reference.forced_blocks(is_visible, ranges, config).unsqueeze(1)
+    is_visible = block_visibility(key_ranges, query_block, key_block)
+    is_forced = ops_reference.forced_blocks(is_visible, key_ranges, config).unsqueeze(1)
     block_bounds = ops_reference.compute_block_bounds(
-        ranges, query_block, key_block, config.sink_blocks, config.local_blocks
+        key_ranges, query_block, key_block, config.sink_blocks, config.local_blocks
     )
     max_listed = ops_reference.compute_max_blocks(block_bounds, config.max_density, is_marked_block)
     max_listed = max_listed.repeat_interleave(scores.shape[1] // max_listed.shape[1], dim=1)
@@ -322,7 +322,7 @@ class _SampledQueries(NamedTuple):
 
 
 def compute_block_shares(
-    q: Tensor, k: Tensor, ranges: KeyRanges, config: CabConfig, score_options: ScoreOptions
+    q: Tensor, k: Tensor, key_ranges: KeyRanges, config: CabConfig, score_options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Return (mean_share, max_share) of every key block for every query block.
 
@@ -336,7 +336,7 @@ def compute_block_shares(
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the selection.
         score_options: Parameters of the logits.
 
@@ -345,7 +345,7 @@ def compute_block_shares(
     """
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical = num_typical_queries(config)
-    typical_positions = sample_typical_queries(ranges, query_block, num_typical)
+    typical_positions = sample_typical_queries(key_ranges, query_block, num_typical)
     samples_by_kind = [
         _SampledQueries(
             positions=typical_positions.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
@@ -355,7 +355,7 @@ def compute_block_shares(
         )
     ]
     if num_outliers:
-        outlier_positions = sample_outlier_queries(q, ranges, query_block, num_outliers)
+        outlier_positions = sample_outlier_queries(q, key_ranges, query_block, num_outliers)
         samples_by_kind.append(
             _SampledQueries(
                 positions=outlier_positions,
@@ -375,7 +375,7 @@ def compute_block_shares(
             queries.gather(2, query_index).unflatten(2, samples.positions.shape[2:]),
             positions=samples.positions,
             keys=keys,
-            ranges=ranges,
+            key_ranges=key_ranges,
             score_options=score_options,
             key_block=config.key_block,
             key_stride=samples.key_stride,
@@ -394,7 +394,7 @@ def compute_sample_shares(
     *,
     positions: Tensor,
     keys: Tensor,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     score_options: ScoreOptions,
     key_block: int,
     key_stride: int = 1,
@@ -411,7 +411,7 @@ def compute_sample_shares(
         queries: [B, H, M_q, S, C], S sampled queries of each query block.
         positions: int64 [B, H, M_q, S], positions of the samples; -1 for missing samples.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         score_options: Parameters of the logits; ``channels`` is not used.
         key_block: Tokens per key block.
         key_stride: Distance between sampled keys, in tokens. The first sampled key is the token
@@ -445,7 +445,7 @@ def compute_sample_shares(
             key_positions=key_positions,
             keys_per_block=key_block // key_stride,
             kv_blocks=kv_blocks,
-            ranges=ranges,
+            key_ranges=key_ranges,
             score_options=score_options,
         )
         softmax_input = block_max_logits
@@ -471,7 +471,7 @@ def _compute_max_logits(
     key_positions: Tensor,
     keys_per_block: int,
     kv_blocks: int,
-    ranges: KeyRanges,
+    key_ranges: KeyRanges,
     score_options: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the maximum logit of each query and key block of one head.
@@ -483,14 +483,16 @@ def _compute_max_logits(
         key_positions: int64 [K], positions of the keys, ascending.
         keys_per_block: Sampled keys per key block; the last block may have fewer.
         kv_blocks: M_k, the number of key blocks.
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         score_options: Parameters of the logits.
 
     Returns:
         block_max: float32 [B, Q, M_k], -inf for invisible blocks.
         has_visible_key: bool [B, Q], False for queries without visible sampled keys.
     """
-    first_key, last_key = (x.gather(1, positions.clamp(min=0)) for x in (ranges.start, ranges.end))
+    first_key, last_key = (
+        x.gather(1, positions.clamp(min=0)) for x in (key_ranges.start, key_ranges.end)
+    )
     last_key = last_key.masked_fill(positions < 0, -1)
     dot_products = queries.float() @ keys.float().transpose(-1, -2)
     logits = ops_reference.cap_logits(dot_products * score_options.scale, score_options.softcap)
@@ -503,7 +505,7 @@ def _compute_max_logits(
 
 
 def sample_outlier_queries(
-    q: Tensor, ranges: KeyRanges, query_block: int, samples_per_block: int
+    q: Tensor, key_ranges: KeyRanges, query_block: int, samples_per_block: int
 ) -> Tensor:
     """Return a farthest-point sample of each query block by cosine similarity.
 
@@ -514,7 +516,7 @@ def sample_outlier_queries(
 
     Args:
         q: [B, H, N_q, D].
-        ranges: Keys that each query may attend to; queries without keys are padding.
+        key_ranges: Keys that each query may attend to; queries without keys are padding.
         query_block: Queries per block.
         samples_per_block: Samples per query block. If equal to ``query_block``, all queries are
             sampled in order.
@@ -523,7 +525,7 @@ def sample_outlier_queries(
         int64 [B, H, M_q, samples_per_block], positions in q. Blocks with too few real queries are
         filled with -1.
     """
-    queries_by_block, is_real_query = _split_into_blocks(q, ranges.end >= 0, query_block)
+    queries_by_block, is_real_query = _split_into_blocks(q, key_ranges.end >= 0, query_block)
     is_real_query = is_real_query.expand(queries_by_block.shape[:-1])
     block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
     if samples_per_block == query_block:
@@ -582,14 +584,16 @@ def _compute_cosine_steps(
     return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
 
-def sample_typical_queries(ranges: KeyRanges, query_block: int, samples_per_block: int) -> Tensor:
+def sample_typical_queries(
+    key_ranges: KeyRanges, query_block: int, samples_per_block: int
+) -> Tensor:
     """Return ``samples_per_block`` equally spaced queries of each block.
 
     A block is divided into ``samples_per_block`` equal steps. The query in the middle of a step is
     sampled.
 
     Args:
-        ranges: Keys that each query may attend to; queries without keys are padding.
+        key_ranges: Keys that each query may attend to; queries without keys are padding.
         query_block: Queries per block.
         samples_per_block: Samples per query block; divides ``query_block``.
 
@@ -597,12 +601,12 @@ def sample_typical_queries(ranges: KeyRanges, query_block: int, samples_per_bloc
         int64 [B, M_q, samples_per_block], positions of queries; -1 for padding.
     """
     queries_per_step = query_block // samples_per_block
-    block_start = torch.arange(0, ranges.q_length, query_block, device=ranges.end.device)
+    block_start = torch.arange(0, key_ranges.q_length, query_block, device=key_ranges.end.device)
     offsets_in_block = torch.arange(
-        queries_per_step // 2, query_block, queries_per_step, device=ranges.end.device
+        queries_per_step // 2, query_block, queries_per_step, device=key_ranges.end.device
     )
-    positions = (block_start[:, None] + offsets_in_block).expand(ranges.end.shape[0], -1, -1)
-    _, last_key = ranges.blocked(query_block)
+    positions = (block_start[:, None] + offsets_in_block).expand(key_ranges.end.shape[0], -1, -1)
+    _, last_key = key_ranges.blocked(query_block)
     return positions.masked_fill(last_key[:, :, offsets_in_block] < 0, -1)
 
 

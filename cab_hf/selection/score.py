@@ -152,8 +152,8 @@ def interleave_keys(
         key_block: Tokens per key block.
 
     Returns:
-        One element of all channels if ``tiles.other_width`` is 0. Otherwise two elements: the first
-        channels and the other channels.
+        One element of all channels if ``tiles.num_other_channels`` is 0. Otherwise two elements:
+        the first channels and the other channels.
     """
     if tiles.key_stride > 1:
         # pad to whole blocks, so that every block has the same number of sampled keys
@@ -161,12 +161,12 @@ def interleave_keys(
         stored_keys = stored_keys[
             :, :, reference.get_first_sampled_key(tiles.key_stride) :: tiles.key_stride
         ]
-    keys = stored_keys[..., : tiles.first_width + tiles.other_width]
-    first_width = tiles.first_width
+    keys = stored_keys[..., : tiles.num_first_channels + tiles.num_other_channels]
+    num_first_channels = tiles.num_first_channels
     if not launch.reads_by_descriptor(keys.device):
         channel_groups = [keys]
-        if tiles.other_width:
-            channel_groups = [keys[..., :first_width], keys[..., first_width:]]
+        if tiles.num_other_channels:
+            channel_groups = [keys[..., :num_first_channels], keys[..., num_first_channels:]]
         return [
             make_descriptor(channel_group, tokens=tiles.tile_keys)
             for channel_group in channel_groups
@@ -187,8 +187,8 @@ def interleave_keys(
     key_runs = key_runs.transpose(1, 2)
     block_shape = [1, interleaved_block // keys_per_run, tiles.blocks_per_step, keys_per_run]
     channel_groups = (
-        [key_runs[..., :first_width], key_runs[..., first_width:]]
-        if tiles.other_width
+        [key_runs[..., :num_first_channels], key_runs[..., num_first_channels:]]
+        if tiles.num_other_channels
         else [key_runs]
     )
     return [
@@ -235,7 +235,7 @@ def score_samples(
         softcap: Soft cap of logits to base two; None for no cap.
     """
     sample, tiles = scoring.sample, scoring.tiles
-    chunk_tiles = tile_plan.convert_chunk(tiles, chunk)
+    chunk_tiles = tile_plan.convert_chunk_to_tiles(tiles, chunk)
     num_tiles = chunk_tiles.end - chunk_tiles.begin
     is_fp8 = stored_keys.dtype == FP8
     grid = (
@@ -269,8 +269,8 @@ def score_samples(
         IS_HEAD_MAJOR=tile_plan.is_head_major,
         BLOCK_N=tiles.tile_keys,
         KEYS_PER_RUN=tiles.keys_per_run,
-        FIRST_WIDTH=tiles.first_width,
-        OTHER_WIDTH=tiles.other_width,
+        FIRST_WIDTH=tiles.num_first_channels,
+        OTHER_WIDTH=tiles.num_other_channels,
         IS_FP8=is_fp8,
         USE_PACKED_MAX=is_fp8 and launch.has_ptx(stored_keys),
         PRECISION=choose_precision(sample.vectors),

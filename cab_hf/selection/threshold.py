@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig, block_sizes, tail_sizes
+from cab_hf.config import CabConfig, block_sizes, tail_and_query_block_sizes
 from cab_hf.ops import reference as ops_reference
 from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.plan import KeyRanges
@@ -79,27 +79,27 @@ class SelectionRules(NamedTuple):
 
     @classmethod
     def create(
-        cls, key_scale_exponents: Tensor, ranges: KeyRanges, config: CabConfig
+        cls, key_scale_exponents: Tensor, key_ranges: KeyRanges, config: CabConfig
     ) -> SelectionRules:
         """Compute bounds and tail from the ranges, and marked blocks from the exponents of keys.
 
         Args:
             key_scale_exponents: int8 [B, H_kv, N_k, 1], the exponents of the keys, see
                 `gather.quantize`.
-            ranges: Keys that each query may attend to.
+            key_ranges: Keys that each query may attend to.
             config: Settings of the selection.
         """
         query_block, key_block = block_sizes(config)
         block_bounds = ops_reference.compute_block_bounds(
-            ranges, query_block, key_block, config.sink_blocks, config.local_blocks
+            key_ranges, query_block, key_block, config.sink_blocks, config.local_blocks
         )
-        tail_tokens, _ = tail_sizes(config)
-        has_tail = ranges.has_tail(tail_tokens, query_block)
+        tail_tokens, _ = tail_and_query_block_sizes(config)
+        has_tail = key_ranges.has_tail(tail_tokens, query_block)
         return cls(
             block_bounds=block_bounds,
-            marked_blocks=gather.mark_blocks(key_scale_exponents, ranges.key_valid, key_block),
-            tail_mask=ranges.tail(tail_tokens, query_block) if has_tail else None,
-            is_tail_listed=ranges.documents is None,
+            marked_blocks=gather.mark_blocks(key_scale_exponents, key_ranges.key_valid, key_block),
+            tail_mask=key_ranges.tail(tail_tokens, query_block) if has_tail else None,
+            is_tail_listed=key_ranges.documents is None,
         )
 
 
@@ -121,26 +121,26 @@ class SamplePass(NamedTuple):
 
 
 def split_by_sample(
-    selection_rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+    selection_rules: SelectionRules, key_ranges: KeyRanges, config: CabConfig
 ) -> list[SamplePass]:
     """Return a pass for the full sample, and one for `reference.shrink_sample` if it may be needed.
 
     Args:
         selection_rules: Its ``block_bounds`` contain the visible blocks of each query block.
-        ranges: Keys that each query may attend to.
+        key_ranges: Keys that each query may attend to.
         config: Settings of the full sample.
     """
     kv_blocks = selection_rules.marked_blocks.shape[2]
     max_full_sample_blocks = reference.MAX_KEYS_AT_FULL_SAMPLE // config.key_block
     if kv_blocks <= max_full_sample_blocks:
-        return [SamplePass(config, ranges, min_visible_blocks=0, max_visible_blocks=kv_blocks)]
+        return [SamplePass(config, key_ranges, min_visible_blocks=0, max_visible_blocks=kv_blocks)]
     first_visible, last_visible = selection_rules.block_bounds[:2]
     has_small_sample = last_visible - first_visible + 1 > max_full_sample_blocks
     # [B, N_q]: the size of the sample of each query
     has_small_sample = has_small_sample.repeat_interleave(config.query_block, dim=1)
-    has_small_sample = has_small_sample[:, : ranges.q_length]
+    has_small_sample = has_small_sample[:, : key_ranges.q_length]
     full_sample_ranges, small_sample_ranges = (
-        dataclasses.replace(ranges, end=ranges.end.masked_fill(is_other_sample, -1))
+        dataclasses.replace(key_ranges, end=key_ranges.end.masked_fill(is_other_sample, -1))
         for is_other_sample in (has_small_sample, ~has_small_sample)
     )
     return [
@@ -291,10 +291,10 @@ def threshold_blocks(
         typical_scratch=typical_scoring.scratch,
         outlier_scratch=outlier_scoring.scratch,
         typical_columns_per_head=typical_tiles.count_columns(
-            tile_plan.convert_chunk(typical_tiles, chunk)
+            tile_plan.convert_chunk_to_tiles(typical_tiles, chunk)
         ),
         outlier_columns_per_head=outlier_tiles.count_columns(
-            tile_plan.convert_chunk(outlier_tiles, chunk)
+            tile_plan.convert_chunk_to_tiles(outlier_tiles, chunk)
         ),
         typical_columns_per_tile=typical_tiles.num_columns,
         outlier_columns_per_tile=outlier_tiles.num_columns,

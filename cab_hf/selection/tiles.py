@@ -107,8 +107,8 @@ class SampleTiles:
         key_stride: Distance between sampled keys, in tokens.
         keys_per_block: Sampled keys per key block.
         kv_blocks: Key blocks of the sequence.
-        first_width: Channels of the first product.
-        other_width: Channels of the second product; 0 for a single product.
+        num_first_channels: Channels of the first product.
+        num_other_channels: Channels of the second product; 0 for a single product.
         tile_keys: Sampled keys per tile of keys.
         keys_per_run: Keys of a block that are adjacent in a tile, see `score.interleave_keys`.
         blocks_per_step: Key blocks per step, at least 1.
@@ -122,8 +122,8 @@ class SampleTiles:
     key_stride: int
     keys_per_block: int
     kv_blocks: int
-    first_width: int
-    other_width: int
+    num_first_channels: int
+    num_other_channels: int
     tile_keys: int
     keys_per_run: int
     blocks_per_step: int
@@ -190,7 +190,7 @@ class TilePlan:
         """Return the sizes for outlier queries; None if no outlier queries are sampled."""
         return self.sample_tiles[1] if len(self.sample_tiles) > 1 else None
 
-    def convert_chunk(self, sample_tiles: SampleTiles, chunk: TileRange) -> TileRange:
+    def convert_chunk_to_tiles(self, sample_tiles: SampleTiles, chunk: TileRange) -> TileRange:
         """Convert a chunk to the tiles of one kind of samples.
 
         Args:
@@ -229,21 +229,23 @@ def plan_tiles(
         has_descriptors: True if kernels read keys by tensor descriptors, see
             `launch.reads_by_descriptor`.
     """
-    sizes_by_kind = [(num_typical_queries(config), config.typical_key_stride, sum(channel_widths))]
+    sizes_by_sample_kind = [
+        (num_typical_queries(config), config.typical_key_stride, sum(channel_widths))
+    ]
     if config.outlier_queries:
-        sizes_by_kind.append((config.outlier_queries, 1, channel_widths.outliers))
+        sizes_by_sample_kind.append((config.outlier_queries, 1, channel_widths.outliers))
     sample_tiles = tuple(
         _plan_sample_tiles(
             config,
             num_samples=num_samples,
             key_stride=key_stride,
-            width=width,
+            num_channels=num_channels,
             kv_length=kv_length,
             dtype=dtype,
             is_whole_sequence=is_whole_sequence,
             has_descriptors=has_descriptors,
         )
-        for num_samples, key_stride, width in sizes_by_kind
+        for num_samples, key_stride, num_channels in sizes_by_sample_kind
     )
     q_blocks = triton.cdiv(q_length, config.query_block)
     q_blocks_per_chunk_tile = max(tiles.q_blocks_per_tile for tiles in sample_tiles)
@@ -274,7 +276,7 @@ def _plan_sample_tiles(
     *,
     num_samples: int,
     key_stride: int,
-    width: int,
+    num_channels: int,
     kv_length: int,
     dtype: torch.dtype,
     is_whole_sequence: bool,
@@ -282,18 +284,18 @@ def _plan_sample_tiles(
 ) -> SampleTiles:
     """Compute the sizes of the launch for one kind of samples.
 
-    ``width`` is the number of stored channels that the samples are scored on: a power of two, or
-    the sum of two powers of two.
+    ``num_channels`` is the number of stored channels that the samples are scored on: a power of
+    two, or the sum of two powers of two.
     """
     keys_per_block = config.key_block // key_stride
-    # a width that is a power of two, such as 64 + 64, needs one product only
-    has_power_of_two_width = width & (width - 1) == 0
-    first_width = width if has_power_of_two_width else 1 << (width.bit_length() - 1)
+    # a number that is a power of two, such as 64 + 64, needs one product only
+    is_power_of_two = num_channels & (num_channels - 1) == 0
+    num_first_channels = num_channels if is_power_of_two else 1 << (num_channels.bit_length() - 1)
     min_samples = (
         MIN_SAMPLES_PER_PROGRAM_FLOAT32 if dtype == torch.float32 else MIN_SAMPLES_PER_PROGRAM
     )
     q_blocks_per_tile = triton.cdiv(min_samples, num_samples)
-    bytes_per_key = width * dtype.itemsize
+    bytes_per_key = num_channels * dtype.itemsize
     # GPUs that read keys by pointers can have half the shared memory
     memory_divisor = 1 if has_descriptors else 2
     max_tile_keys = MAX_TILE_KEYS if dtype == FP8 else MAX_TILE_KEYS // 2
@@ -315,8 +317,8 @@ def _plan_sample_tiles(
         key_stride=key_stride,
         keys_per_block=keys_per_block,
         kv_blocks=triton.cdiv(kv_length, config.key_block),
-        first_width=first_width,
-        other_width=width - first_width,
+        num_first_channels=num_first_channels,
+        num_other_channels=num_channels - num_first_channels,
         tile_keys=tile_keys,
         keys_per_run=_compute_keys_per_run(blocks_per_step, keys_per_block, tile_keys),
         blocks_per_step=blocks_per_step,
@@ -376,8 +378,8 @@ def _split_into_chunks(
     chunks = tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
     logits_of_chunks = [count_logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
     max_logits_per_kind = (
-        max((chunk_logits[kind] for chunk_logits in logits_of_chunks), default=0)
-        for kind in range(len(sample_tiles))
+        max((chunk_logits[sample_kind] for chunk_logits in logits_of_chunks), default=0)
+        for sample_kind in range(len(sample_tiles))
     )
     return chunks, tuple(max_logits_per_kind)
 

@@ -95,10 +95,10 @@ class SparseBuilder:
         )
         if self.cab_settings is not None and cache_spec.dtype.itemsize > 1:
             # raise an error for an unknown layout of pages now, not at the first prompt
-            sample_page = torch.empty(
+            test_page = torch.empty(
                 1, 1, cache_spec.block_size, 2 * cache_spec.head_size, dtype=cache_spec.dtype
             )
-            gather_pages(sample_page, torch.tensor([0]), getattr(self, "isa", None))
+            gather_pages(test_page, torch.tensor([0]), getattr(self, "isa", None))
         workload = Workload(
             device=self.device.type,
             head_dim=cache_spec.head_size,
@@ -228,11 +228,11 @@ class SparseBuilder:
         # copies from pinned memory do not synchronise with the GPU
         is_cuda, device = common_metadata.seq_lens.is_cuda, common_metadata.seq_lens.device
         pinned_tensors = (
-            tensor.pin_memory() if is_cuda else tensor
-            for tensor in (request_index_tensor, query_start_loc, token_indices)
+            index_tensor.pin_memory() if is_cuda else index_tensor
+            for index_tensor in (request_index_tensor, query_start_loc, token_indices)
         )
         device_request_indices, device_start_loc, token_indices = (
-            tensor.to(device, non_blocking=True) for tensor in pinned_tensors
+            index_tensor.to(device, non_blocking=True) for index_tensor in pinned_tensors
         )
         selected_fields = {
             field_name: getattr(common_metadata, field_name)[request_index_tensor]
@@ -242,8 +242,8 @@ class SparseBuilder:
         image_ranges = getattr(common_metadata, "mm_req_doc_ranges", None)
         if image_ranges is not None:
             selected_fields["mm_req_doc_ranges"] = {
-                new_index: image_ranges.get(old_index) or []
-                for new_index, old_index in enumerate(request_indices)
+                new_request_index: image_ranges.get(old_request_index) or []
+                for new_request_index, old_request_index in enumerate(request_indices)
             }
         selected_metadata = common_metadata.replace(
             query_start_loc=device_start_loc,
@@ -367,8 +367,8 @@ class SparseImpl:
         """
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = k[:, :, : mask.kv_length], v[:, :, : mask.kv_length]
-        workload = Workload.of(q, k, v, block_sizes(self.cab_settings))
-        for query_slice, part_mask in mask.split_at_prompt_end(has_separate_steps=False):
+        workload = Workload.from_tensors(q, k, v, block_sizes(self.cab_settings))
+        for query_slice, part_mask in mask.split_at_prompt_end(has_separate_decode_steps=False):
             call = Call(
                 q=q[:, :, query_slice],
                 k=k,
@@ -437,17 +437,17 @@ if current_platform.is_cpu():
             NotImplementedError: a page does not contain every element unchanged.
         """
         integer_dtype = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        slots = torch.arange(page_size)
-        token_numbers = slots.view(-1, 1, 1).expand(-1, 1, head_dim)
+        page_slots = torch.arange(page_size)
+        token_numbers = page_slots.view(-1, 1, 1).expand(-1, 1, head_dim)
         channel_numbers = torch.arange(head_dim).expand(page_size, 1, -1)
         stored_numbers = []
-        for slot_numbers in (token_numbers, channel_numbers):
+        for numbers_to_store in (token_numbers, channel_numbers):
             # [1, H_kv = 1, 2 * page, D], the cache of one page
             page_cache = torch.zeros(1, 1, 2 * page_size, head_dim, dtype=dtype)
             key_cache, value_cache = page_cache.chunk(2, dim=2)
-            written_values = slot_numbers.to(integer_dtype).contiguous().view(dtype)
+            written_values = numbers_to_store.to(integer_dtype).contiguous().view(dtype)
             ops.cpu_attn_reshape_and_cache(
-                written_values, written_values, key_cache, value_cache, slots, isa
+                written_values, written_values, key_cache, value_cache, page_slots, isa
             )
             stored_numbers.append(page_cache.view(integer_dtype).view(2, -1).long())
         # element of keys and of values at each index of the page, [2, page * D]
@@ -480,8 +480,8 @@ if current_platform.is_cpu():
         else:
             element_indices = page_element_indices(isa, k.dtype, page_size, head_dim)
             k, v = (
-                x.flatten(2).index_select(2, index).unflatten(2, (page_size, head_dim))
-                for x, index in zip((k, v), element_indices, strict=True)
+                x.flatten(2).index_select(2, element_index).unflatten(2, (page_size, head_dim))
+                for x, element_index in zip((k, v), element_indices, strict=True)
             )
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 

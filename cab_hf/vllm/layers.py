@@ -15,7 +15,7 @@ from torch import nn
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from cab_hf.config import CabConfig
-from cab_hf.hf.rotary import slow_channels, slow_half_of_pairs
+from cab_hf.hf.rotary import slow_channels, slow_channels_of_known_pairs
 from cab_hf.predictors.cascade import find_anchor
 from cab_hf.vllm import never_sparse_reason, settings_of
 from cab_hf.vllm.metrics import METER_BY_INSTANCE_ID, Meter
@@ -152,7 +152,12 @@ def find_slow_channels(owner_module: nn.Module, attention_layer: Any) -> tuple[i
     if type(owner_module).__module__.startswith("transformers"):
         return slow_channels(owner_module, head_dim)
     rotary_embedding = next(
-        (child for child in owner_module.children() if hasattr(child, "rotary_dim")), None
+        (
+            child_module
+            for child_module in owner_module.children()
+            if hasattr(child_module, "rotary_dim")
+        ),
+        None,
     )
     if rotary_embedding is None or not has_active_rotary_embedding(owner_module):
         return ()
@@ -162,7 +167,7 @@ def find_slow_channels(owner_module: nn.Module, attention_layer: Any) -> tuple[i
     )
     if is_partially_rotated or rotary_embedding.head_size != head_dim:
         return ()
-    return slow_half_of_pairs(
+    return slow_channels_of_known_pairs(
         head_dim, is_interleaved=not getattr(rotary_embedding, "is_neox_style", True)
     )
 

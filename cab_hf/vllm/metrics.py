@@ -130,18 +130,18 @@ class Meter:
         totals = self.read_totals()
         if totals == self.logged_totals:
             return
-        new_counts = {
+        unlogged_counts = {
             counter_name: total - self.logged_totals[counter_name]
             for counter_name, total in totals.items()
         }
         self.logged_totals = totals
         self.write_totals(totals)
-        if self.is_logged and new_counts["possible_pairs"] > 0:
-            density = new_counts["attended_pairs"] / new_counts["possible_pairs"]
+        if self.is_logged and unlogged_counts["possible_pairs"] > 0:
+            density = unlogged_counts["attended_pairs"] / unlogged_counts["possible_pairs"]
             logger.info(
-                f"cab_hf: {new_counts['sparse_prompts']} sparse prompts, density {density:.3f} "
-                f"({new_counts['attended_pairs']:.3g} of {new_counts['possible_pairs']:.3g} pairs "
-                "attended)."
+                f"cab_hf: {unlogged_counts['sparse_prompts']} sparse prompts, "
+                f"density {density:.3f} ({unlogged_counts['attended_pairs']:.3g} of "
+                f"{unlogged_counts['possible_pairs']:.3g} pairs attended)."
             )
 
     def write_totals(self, totals: dict[str, int]) -> None:
@@ -151,9 +151,9 @@ class Meter:
         incomplete file.
         """
         self.totals_file.parent.mkdir(mode=0o700, exist_ok=True)
-        draft_file = self.totals_file.with_suffix(".tmp")
-        draft_file.unlink(missing_ok=True)
-        metric_file = MmapedDict(str(draft_file))
+        temporary_file = self.totals_file.with_suffix(".tmp")
+        temporary_file.unlink(missing_ok=True)
+        metric_file = MmapedDict(str(temporary_file))
         for counter_name, total in totals.items():
             metric_name = COUNTER_PREFIX + counter_name
             metric_key = mmap_key(
@@ -165,7 +165,7 @@ class Meter:
             )
             metric_file.write_value(metric_key, total, 0.0)
         metric_file.close()
-        draft_file.replace(self.totals_file)
+        temporary_file.replace(self.totals_file)
 
     def _publish_periodically(self) -> None:
         """Publish the totals at the interval of vLLM's own log lines, until the process ends."""

@@ -77,7 +77,7 @@ class BlockAlignedMixin:
         self.dropped_request_ids: set[str] = set()
         self.waited_requests: WeakSet[Any] = WeakSet()
         self._hook_cache_manager()
-        max_prompt_tokens = self._token_limit(num_requests=1)
+        max_prompt_tokens = self._find_step_token_limit(num_requests=1)
         if max_prompt_tokens < self.cab_settings.query_block:
             logger.warning(
                 "cab_hf: a step computes at most %d tokens of a prompt, fewer than query_block=%d, "
@@ -124,12 +124,12 @@ class BlockAlignedMixin:
         """
         if not super()._handle_blocked_waiting_request(request):
             return False
-        start = request.num_computed_tokens
-        max_tokens = min(request.num_tokens - start, self._num_free_tokens())
-        vllm_end, aligned_end = self._chunk_ends(
-            request, start, max_tokens, self._vllm_end_function(request)
+        chunk_start = request.num_computed_tokens
+        max_tokens = min(request.num_tokens - chunk_start, self._num_free_tokens())
+        vllm_chunk_end, aligned_chunk_end = self._find_chunk_ends(
+            request, chunk_start, max_tokens, self._make_vllm_chunk_end_function(request)
         )
-        return vllm_end == start or aligned_end > start
+        return vllm_chunk_end == chunk_start or aligned_chunk_end > chunk_start
 
     def _mamba_block_aligned_split(
         self,
@@ -152,20 +152,20 @@ class BlockAlignedMixin:
             num_uncached_prefix_tokens: tokens of a common prefix that is not cached yet; None in
                 versions of vLLM that do not pass this number.
         """
-        start = request.num_computed_tokens + num_cached_tokens + num_loaded_tokens
-        vllm_end, aligned_end = self._chunk_ends(
+        chunk_start = request.num_computed_tokens + num_cached_tokens + num_loaded_tokens
+        vllm_chunk_end, aligned_chunk_end = self._find_chunk_ends(
             request,
-            start,
+            chunk_start,
             max_tokens,
-            self._vllm_end_function(
+            self._make_vllm_chunk_end_function(
                 request, num_cached_tokens, num_loaded_tokens, num_uncached_prefix_tokens
             ),
         )
-        if start < aligned_end < vllm_end:
-            self.shortened_tokens[request.request_id] = vllm_end - aligned_end
-        return aligned_end - start
+        if chunk_start < aligned_chunk_end < vllm_chunk_end:
+            self.shortened_tokens[request.request_id] = vllm_chunk_end - aligned_chunk_end
+        return aligned_chunk_end - chunk_start
 
-    def _vllm_end_function(
+    def _make_vllm_chunk_end_function(
         self,
         request: Any,
         num_cached_tokens: int = 0,
@@ -181,74 +181,85 @@ class BlockAlignedMixin:
         if num_uncached_prefix_tokens is not None:
             optional_arguments["num_uncached_common_prefix_tokens"] = num_uncached_prefix_tokens
 
-        def find_vllm_end(start: int, max_end: int) -> int:
+        def find_vllm_chunk_end(chunk_start: int, max_chunk_end: int) -> int:
             if not self.has_mamba_alignment:
-                return max_end
-            return start + original_split(
-                request, max_end - start, num_cached_tokens, num_loaded_tokens, **optional_arguments
+                return max_chunk_end
+            return chunk_start + original_split(
+                request,
+                max_chunk_end - chunk_start,
+                num_cached_tokens,
+                num_loaded_tokens,
+                **optional_arguments,
             )
 
-        return find_vllm_end
+        return find_vllm_chunk_end
 
-    def _chunk_ends(
-        self, request: Any, start: int, max_tokens: int, find_vllm_end: ChunkEndFunction
+    def _find_chunk_ends(
+        self, request: Any, chunk_start: int, max_tokens: int, find_vllm_chunk_end: ChunkEndFunction
     ) -> tuple[int, int]:
         """Return the ends of the next chunk of a request under vLLM and under this scheduler.
 
         An end is the index of the first token of the request after the chunk. An end equal to
-        ``start`` lets the request wait.
+        ``chunk_start`` lets the request wait.
 
         Args:
             request: the request.
-            start: first token of the chunk.
+            chunk_start: first token of the chunk.
             max_tokens: upper bound of the number of tokens.
-            find_vllm_end: function that returns the end that vLLM selects.
+            find_vllm_chunk_end: function that returns the end that vLLM selects.
         """
-        end = find_vllm_end(start, start + max_tokens)
+        vllm_chunk_end = find_vllm_chunk_end(chunk_start, chunk_start + max_tokens)
         min_prompt_tokens = max(self.cab_settings.min_length, self.cab_settings.query_block)
         is_sparse = request.num_prompt_tokens >= min_prompt_tokens
         is_block_cut = (
-            start < end < request.num_prompt_tokens and end % self.cab_settings.query_block != 0
+            chunk_start < vllm_chunk_end < request.num_prompt_tokens
+            and vllm_chunk_end % self.cab_settings.query_block != 0
         )
         if not is_block_cut or not is_sparse or request.request_id in self.dropped_request_ids:
-            return end, end
-        block_border = self._last_block_border(request, start, end, find_vllm_end)
+            return vllm_chunk_end, vllm_chunk_end
+        block_border = self._find_last_block_border(
+            request, chunk_start, vllm_chunk_end, find_vllm_chunk_end
+        )
         if block_border is None:
             block_border = (
-                start if self._must_wait(request, start, max_tokens, find_vllm_end) else end
+                chunk_start
+                if self._must_wait(request, chunk_start, max_tokens, find_vllm_chunk_end)
+                else vllm_chunk_end
             )
-        return end, block_border
+        return vllm_chunk_end, block_border
 
-    def _last_block_border(
-        self, request: Any, start: int, end: int, find_vllm_end: ChunkEndFunction
+    def _find_last_block_border(
+        self, request: Any, chunk_start: int, chunk_end: int, find_vllm_chunk_end: ChunkEndFunction
     ) -> int | None:
-        """Return the last border of a query block in (start, end] where vLLM can end a chunk.
+        """Return the last border of a query block at which vLLM can end a chunk.
 
-        Returns None if no border is possible. A hybrid model caches the state of its Mamba layers
-        at the ends that vLLM selects, so that another end would cache a wrong state for later
-        prompts. Images whose tokens attend in both directions are not divided.
+        The border is in (chunk_start, chunk_end]. Returns None if no border is possible. A hybrid
+        model caches the state of its Mamba layers at the ends that vLLM selects, so that another
+        end would cache a wrong state for later prompts. Images whose tokens attend in both
+        directions are not divided.
         """
         query_block = self.cab_settings.query_block
-        while (block_border := end // query_block * query_block) > start:
-            end = min(
-                find_vllm_end(start, block_border), self._end_before_image(request, block_border)
+        while (block_border := chunk_end // query_block * query_block) > chunk_start:
+            chunk_end = min(
+                find_vllm_chunk_end(chunk_start, block_border),
+                self._end_before_image(request, block_border),
             )
-            if end == block_border:
+            if chunk_end == block_border:
                 return block_border
         return None
 
-    def _end_before_image(self, request: Any, end: int) -> int:
-        """Return ``end``, or the start of the image that a chunk up to ``end`` would divide."""
+    def _end_before_image(self, request: Any, chunk_end: int) -> int:
+        """Return ``chunk_end``, or the start of the image that the chunk would divide."""
         if not self.scheduler_config.disable_chunked_mm_input:
-            return end
+            return chunk_end
         for image_feature in request.mm_features or ():
             image_range = image_feature.mm_position
-            if image_range.offset < end < image_range.offset + image_range.length:
+            if image_range.offset < chunk_end < image_range.offset + image_range.length:
                 return image_range.offset
-        return end
+        return chunk_end
 
     def _must_wait(
-        self, request: Any, start: int, max_tokens: int, find_vllm_end: ChunkEndFunction
+        self, request: Any, chunk_start: int, max_tokens: int, find_vllm_chunk_end: ChunkEndFunction
     ) -> bool:
         """Return True if a request must wait, because ``max_tokens`` tokens reach no block border.
 
@@ -260,10 +271,15 @@ class BlockAlignedMixin:
         if not self.scheduled_tokens or max_tokens < self._num_free_tokens():
             return False
         # a step for this request alone must reach a border, or the end of the prompt
-        max_end = min(start + self._token_limit(num_requests=1), request.num_prompt_tokens)
-        if max_end < request.num_prompt_tokens:
-            block_border = self._last_block_border(
-                request, start, find_vllm_end(start, max_end), find_vllm_end
+        max_chunk_end = min(
+            chunk_start + self._find_step_token_limit(num_requests=1), request.num_prompt_tokens
+        )
+        if max_chunk_end < request.num_prompt_tokens:
+            block_border = self._find_last_block_border(
+                request,
+                chunk_start,
+                find_vllm_chunk_end(chunk_start, max_chunk_end),
+                find_vllm_chunk_end,
             )
             if block_border is None:
                 return False
@@ -279,7 +295,7 @@ class BlockAlignedMixin:
             self.waited_requests.add(request)
         return True
 
-    def _token_limit(self, num_requests: int) -> int:
+    def _find_step_token_limit(self, num_requests: int) -> int:
         """Return the largest number of tokens of a step that computes ``num_requests`` requests.
 
         With speculative decoding, the slots that each request reserves for draft tokens are
@@ -294,7 +310,7 @@ class BlockAlignedMixin:
 
     def _num_free_tokens(self) -> int:
         """Return the number of tokens that this step can compute for one more request."""
-        token_limit = self._token_limit(num_requests=len(self.scheduled_tokens) + 1)
+        token_limit = self._find_step_token_limit(num_requests=len(self.scheduled_tokens) + 1)
         return token_limit - sum(self.scheduled_tokens.values())
 
 

@@ -136,11 +136,11 @@ def attention(
         out: [B, H, N_q, D].
         lse: Only with ``return_lse``, float32 [B, H, N_q]. It is -inf for queries without keys.
     """
-    out, lse = forward_op(q, k, v, **op_arguments(plan, scale, softcap))
+    out, lse = forward_op(q, k, v, **make_op_arguments(plan, scale, softcap))
     return (out, lse) if return_lse else out
 
 
-def op_arguments(
+def make_op_arguments(
     plan: BlockPlan, scale: float, softcap: float | None = None
 ) -> dict[str, Tensor | int | float]:
     """Return the fields of `PlanArguments` for ``plan``, as keyword arguments of a registered op.

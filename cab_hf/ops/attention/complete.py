@@ -72,12 +72,12 @@ def attention(
 
         attend_lists = partial(sampled.attention, attend, **softcap_option)
     if plan.dense_rows is None:
-        result = attend_lists(q, k, v, plan, scale=scale, return_lse=return_lse)
-        out, lse = result if return_lse else (result, None)
+        attend_result = attend_lists(q, k, v, plan, scale=scale, return_lse=return_lse)
+        out, lse = attend_result if return_lse else (attend_result, None)
     else:
         listed_plan = replace(plan, dense_rows=None)
-        result = attend_lists(q, k, v, listed_plan, scale=scale, return_lse=return_lse)
-        out, lse = result if return_lse else (result, None)
+        attend_result = attend_lists(q, k, v, listed_plan, scale=scale, return_lse=return_lse)
+        out, lse = attend_result if return_lse else (attend_result, None)
         out, lse = _add_dense_rows(attend, q, k, v, plan=plan, scale=scale, out=out, lse=lse)
     if value_dim != v.shape[-1]:
         out = out[..., :value_dim]
@@ -118,10 +118,10 @@ def _add_dense_rows(
     )
     gather_indices = repeated_query[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
     needs_lse = num_splits > 1 or lse is not None
-    result = attend(
+    attend_result = attend(
         q.gather(2, gather_indices), k, v, dense_plan, scale=scale, return_lse=needs_lse
     )
-    dense_out, dense_lse = result if needs_lse else (result, None)
+    dense_out, dense_lse = attend_result if needs_lse else (attend_result, None)
     if num_splits > 1:
         from cab_hf.ops.attention.merge import write_merged
 
@@ -146,8 +146,8 @@ def _add_dense_rows(
     return out, lse
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Rescale attention to include attention sinks, as `reference.with_sinks` defines it.
+def rescale_for_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Rescale attention to include attention sinks, as `reference.rescale_for_sinks` defines it.
 
     Args:
         out: [B, H, N_q, D], attention without sinks. ``out`` may change in place if neither ``out``
@@ -157,7 +157,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """
     has_gradients = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
     if has_gradients or not _can_merge_by_kernels(out):
-        return reference.with_sinks(out, lse, sinks)
+        return reference.rescale_for_sinks(out, lse, sinks)
     from cab_hf.ops.attention.merge import share_with_sinks
 
     share_with_sinks(out, lse, sinks)
@@ -183,12 +183,12 @@ def _choose_num_splits(kv_length: int) -> int:
 
 @cached_per_ranges
 def _gather_dense_rows(
-    ranges: KeyRanges, dense_rows: Tensor, block_sizes: tuple[int, int], num_splits: int
+    key_ranges: KeyRanges, dense_rows: Tensor, block_sizes: tuple[int, int], num_splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
     """Return the queries of dense rows, and a one-head plan that lists all their visible keys.
 
     Args:
-        ranges: The visible keys of each query.
+        key_ranges: The visible keys of each query.
         dense_rows: int64 [B, R], indices of the dense rows (query blocks); -1 for unused entries.
         block_sizes: Tokens per query block and per key block.
         num_splits: Number of parts of the keys.
@@ -200,20 +200,20 @@ def _gather_dense_rows(
         is_real_query: bool [B, R * query_block], False where ``query_indices`` contains an
             arbitrary index: for unused entries of ``dense_rows``, and after the last query of the
             sequence.
-        plan: The plan whose queries are ``repeated_query``. Each repetition attends to another
-            part of the keys.
+        dense_plan: The plan whose queries are ``repeated_query``. Each repetition attends to
+            another part of the keys.
     """
     query_block, key_block = block_sizes
     key_block = max(key_block, DENSE_BLOCK_SIZE)
-    query_offset = torch.arange(query_block, device=ranges.end.device)
+    query_offset = torch.arange(query_block, device=key_ranges.end.device)
     query_indices = (dense_rows.unsqueeze(-1) * query_block + query_offset).flatten(1)
-    is_real_query = (query_indices >= 0) & (query_indices < ranges.q_length)
-    query_indices = query_indices.clamp(0, ranges.q_length - 1)
-    first_key = ranges.start.gather(1, query_indices)
-    last_key = ranges.end.gather(1, query_indices).masked_fill(~is_real_query, -1)
+    is_real_query = (query_indices >= 0) & (query_indices < key_ranges.q_length)
+    query_indices = query_indices.clamp(0, key_ranges.q_length - 1)
+    first_key = key_ranges.start.gather(1, query_indices)
+    last_key = key_ranges.end.gather(1, query_indices).masked_fill(~is_real_query, -1)
     if num_splits > 1:
         # each part is a whole number of key blocks, so that no key block is in two parts
-        keys_per_split = -(-ranges.kv_length // (num_splits * key_block)) * key_block
+        keys_per_split = -(-key_ranges.kv_length // (num_splits * key_block)) * key_block
         split_start = (
             keys_per_split
             * torch.arange(num_splits, device=first_key.device, dtype=first_key.dtype)[:, None]
@@ -223,12 +223,12 @@ def _gather_dense_rows(
             1
         )
         last_key = last_key.masked_fill(last_key < first_key, -1)
-    dense_ranges = replace(ranges, start=first_key, end=last_key, consecutive=False)
-    if ranges.documents != 1 and any(
+    dense_ranges = replace(key_ranges, start=first_key, end=last_key, consecutive=False)
+    if key_ranges.documents != 1 and any(
         max(block_sizes) % block_size for block_size in (query_block, key_block)
     ):
         # documents that start at multiples of ``block_sizes`` need not start at multiples of the
         # larger key block, so that the ranges do not count as aligned
         dense_ranges = replace(dense_ranges, aligned=False)
-    plan = BlockPlan.causal(dense_ranges, 1, query_block, key_block)
-    return query_indices, query_indices.repeat(1, num_splits), is_real_query, plan
+    dense_plan = BlockPlan.causal(dense_ranges, 1, query_block, key_block)
+    return query_indices, query_indices.repeat(1, num_splits), is_real_query, dense_plan

@@ -113,7 +113,7 @@ def attention(
         scale: Factor of the products q · k.
         return_lse: True to also return the log-sum-exp of each query, float32 [B, H, N_q].
     """
-    out, lse = _forward_op(q, k, v, **block.op_arguments(plan, scale))
+    out, lse = _forward_op(q, k, v, **block.make_op_arguments(plan, scale))
     return (out, lse) if return_lse else out
 
 
@@ -140,7 +140,8 @@ def _forward_op(q, k, v, *plan_values):
             _fold_heads_into_batch(x, kv_heads) for x in (flash_q, flash_k, flash_v, flash_out)
         )
         partial, full = (
-            lists.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1)) for lists in (partial, full)
+            block_lists.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1))
+            for block_lists in (partial, full)
         )
         first_key, last_key = (x.repeat_interleave(kv_heads, dim=0) for x in (first_key, last_key))
     else:
@@ -185,9 +186,9 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan_values):
     lse = lse.masked_fill((plan.last_key < 0).unsqueeze(1), torch.inf)
     partial, full = (
         transpose_to_tiles(
-            lists, plan.key_block, tile_keys=tile_keys, kv_length=kv_length
+            block_lists, plan.key_block, tile_keys=tile_keys, kv_length=kv_length
         ).for_heads(heads)
-        for lists in (plan.partial, plan.full)
+        for block_lists in (plan.partial, plan.full)
     )
     # flash-attn-4 reads and writes [B, N, H, D]
     flash_q, flash_k, flash_v, flash_out, flash_grad = (
@@ -238,42 +239,48 @@ def choose_tile_keys(head_dim: int, key_block: int) -> int:
     return 2 * MIN_TILE_TOKENS if is_wide_tile else MIN_TILE_TOKENS
 
 
-def split_key_blocks(lists: BlockIndices, tiles_per_block: int, num_tiles: int) -> BlockIndices:
+def split_key_blocks(
+    block_lists: BlockIndices, tiles_per_block: int, num_tiles: int
+) -> BlockIndices:
     """Return the lists with every key block replaced by ``tiles_per_block`` smaller key blocks.
 
     Args:
-        lists: Lists of key blocks per query block.
+        block_lists: Lists of key blocks per query block.
         tiles_per_block: Smaller key blocks per key block.
         num_tiles: Number of smaller key blocks in the sequence. The last key block may contain
             fewer than ``tiles_per_block``.
     """
     if tiles_per_block == 1:
-        return lists
-    tile_in_block = torch.arange(tiles_per_block, device=lists.indices.device, dtype=torch.int32)
-    indices = (lists.indices.unsqueeze(-1) * tiles_per_block + tile_in_block).flatten(-2)
+        return block_lists
+    tile_in_block = torch.arange(
+        tiles_per_block, device=block_lists.indices.device, dtype=torch.int32
+    )
+    indices = (block_lists.indices.unsqueeze(-1) * tiles_per_block + tile_in_block).flatten(-2)
     indices = indices.narrow(-1, 0, min(num_tiles, indices.shape[-1]))
     # only the last key block of the sequence may have fewer parts. Lists are ascending, so that
     # this block is the last entry of a list
-    last_slot = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
-    last_tile = lists.indices.gather(-1, last_slot).squeeze(-1) * tiles_per_block + (
+    last_slot = (block_lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
+    last_tile = block_lists.indices.gather(-1, last_slot).squeeze(-1) * tiles_per_block + (
         tiles_per_block - 1
     )
-    num_missing = (last_tile - (num_tiles - 1)).clamp(min=0).where(lists.counts > 0, 0)
-    return BlockIndices(lists.counts * tiles_per_block - num_missing, indices.contiguous())
+    num_missing_tiles = (last_tile - (num_tiles - 1)).clamp(min=0).where(block_lists.counts > 0, 0)
+    return BlockIndices(
+        block_lists.counts * tiles_per_block - num_missing_tiles, indices.contiguous()
+    )
 
 
 def transpose_to_tiles(
-    lists: BlockIndices, key_block: int, tile_keys: int, kv_length: int
+    block_lists: BlockIndices, key_block: int, tile_keys: int, kv_length: int
 ) -> BlockIndices:
     """Return transposed lists: for every tile of keys, the query blocks that attend to the tile.
 
     Args:
-        lists: Lists of key blocks per query block.
+        block_lists: Lists of key blocks per query block.
         key_block: Keys per key block.
         tile_keys: Keys per tile, a divisor of ``key_block``.
         kv_length: Number of keys.
     """
-    lists_by_key_block = transpose(lists, -(-kv_length // key_block))
+    lists_by_key_block = transpose(block_lists, -(-kv_length // key_block))
     tiles_per_block, num_tiles = key_block // tile_keys, -(-kv_length // tile_keys)
     if tiles_per_block == 1:
         return lists_by_key_block

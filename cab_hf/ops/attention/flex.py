@@ -56,8 +56,8 @@ def unavailable(
     if not 16 <= head_dim <= MAX_HEAD_DIM:
         return f"supports head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
     if training and any(
-        block % TRAINING_BLOCK_TOKENS and TRAINING_BLOCK_TOKENS % block
-        for block in (query_block, key_block)
+        block_size % TRAINING_BLOCK_TOKENS and TRAINING_BLOCK_TOKENS % block_size
+        for block_size in (query_block, key_block)
     ):
         return (
             f"trains on CUDA with blocks that divide {TRAINING_BLOCK_TOKENS} or are multiples of it"
@@ -259,16 +259,16 @@ def make_block_tables(
     )
 
 
-def _transpose_lists(lists: BlockIndices, num_key_blocks: int) -> BlockIndices:
+def _transpose_lists(block_lists: BlockIndices, num_key_blocks: int) -> BlockIndices:
     """Return lists per key block: the query blocks that list each of ``num_key_blocks`` blocks.
 
     A kernel computes these lists on a GPU outside of compiled graphs.
     """
-    if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
-        return lists.transpose(num_key_blocks)
+    if block_lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
+        return block_lists.transpose(num_key_blocks)
     from cab_hf.ops.attention.transpose import transpose
 
-    return transpose(lists, num_key_blocks)
+    return transpose(block_lists, num_key_blocks)
 
 
 def make_block_mask(block_tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
@@ -289,13 +289,13 @@ def make_block_mask(block_tables: BlockTables, q_length: int, kv_length: int) ->
         is_listed = bitmap[batch, head, query // query_block, key // key_block]
         return is_listed & is_in_key_range(batch, head, query, key)
 
-    lists, transposed_lists = block_tables.lists, block_tables.transposed_lists
+    block_lists, transposed_lists = block_tables.lists, block_tables.transposed_lists
     return BlockMask(
         seq_lengths=(q_length, kv_length),
-        kv_num_blocks=lists.partial_counts,
-        kv_indices=lists.partial_indices,
-        full_kv_num_blocks=lists.full_counts,
-        full_kv_indices=lists.full_indices,
+        kv_num_blocks=block_lists.partial_counts,
+        kv_indices=block_lists.partial_indices,
+        full_kv_num_blocks=block_lists.full_counts,
+        full_kv_indices=block_lists.full_indices,
         q_num_blocks=None if transposed_lists is None else transposed_lists.partial_counts,
         q_indices=None if transposed_lists is None else transposed_lists.partial_indices,
         full_q_num_blocks=None if transposed_lists is None else transposed_lists.full_counts,
@@ -307,10 +307,11 @@ def make_block_mask(block_tables: BlockTables, q_length: int, kv_length: int) ->
 
 def choose_merged_block_sizes(query_block: int, key_block: int) -> tuple[int, int]:
     """Return the smallest multiples of the block sizes for which TRITON has a backward kernel."""
-    query_size, key_size = (
-        block * max(1, TRAINING_BLOCK_TOKENS // block) for block in (query_block, key_block)
+    merged_query_block, merged_key_block = (
+        block_size * max(1, TRAINING_BLOCK_TOKENS // block_size)
+        for block_size in (query_block, key_block)
     )
-    return query_size, key_size
+    return merged_query_block, merged_key_block
 
 
 def _merge_blocks(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int]]:
@@ -330,20 +331,20 @@ def _merge_blocks(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[in
         merged_sizes[1] // plan.key_block,
     )
 
-    def group_blocks(lists: BlockIndices) -> Tensor:
+    def group_blocks(block_lists: BlockIndices) -> Tensor:
         """Return True for listed blocks, grouped into larger blocks.
 
         The shape is [B, H, larger query blocks, rows, larger key blocks, columns].
         """
-        is_listed = lists.to_dense(plan.kv_blocks)
-        padding = (
+        is_listed = block_lists.to_dense(plan.kv_blocks)
+        num_padding_blocks = (
             0,
             -is_listed.shape[3] % key_blocks_per_group,
             0,
             -is_listed.shape[2] % query_blocks_per_group,
         )
         return (
-            F.pad(is_listed, padding)
+            F.pad(is_listed, num_padding_blocks)
             .unflatten(3, (-1, key_blocks_per_group))
             .unflatten(2, (-1, query_blocks_per_group))
         )
@@ -358,8 +359,10 @@ def _make_list_pair(
     *, partial: BlockIndices, full: BlockIndices, heads: int
 ) -> FullAndPartialLists:
     """Return the lists expanded to ``heads`` heads and widened to the same width."""
-    width = max(partial.width, full.width)
-    partial, full = (lists.for_heads(heads).widened(width) for lists in (partial, full))
+    list_width = max(partial.width, full.width)
+    partial, full = (
+        block_lists.for_heads(heads).widened(list_width) for block_lists in (partial, full)
+    )
     return FullAndPartialLists(
         partial_counts=partial.counts,
         partial_indices=partial.indices,
@@ -376,13 +379,15 @@ def make_kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | No
     if q.device.type == "cpu":
         return None
     # large tiles fit in shared memory if a token of k has at most 256 bytes (D = 128 in bf16)
-    has_wide_tokens = q.shape[-1] * q.element_size() > 256
-    max_queries, max_keys, num_stages = (64, 32, 2) if has_wide_tokens else (128, 64, 3)
+    is_key_over_256_bytes = q.shape[-1] * q.element_size() > 256
+    max_queries_per_tile, max_keys_per_tile, num_stages = (
+        (64, 32, 2) if is_key_over_256_bytes else (128, 64, 3)
+    )
     return {
         # for short queries, AUTO selects the decoding kernel, which needs masks of other shapes
         "BACKEND": "TRITON",
         # the largest power of two that divides the block
-        "fwd_BLOCK_M": min(max_queries, plan.query_block & -plan.query_block),
-        "fwd_BLOCK_N": min(max_keys, plan.key_block & -plan.key_block),
+        "fwd_BLOCK_M": min(max_queries_per_tile, plan.query_block & -plan.query_block),
+        "fwd_BLOCK_N": min(max_keys_per_tile, plan.key_block & -plan.key_block),
         "fwd_num_stages": num_stages,
     }

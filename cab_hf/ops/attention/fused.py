@@ -33,9 +33,9 @@ from cab_hf.ops.attention.tiles import (
     load_tile,
     load_tile_start,
     locate_tile,
-    logit_scales,
     make_descriptor,
     make_kernel_arguments,
+    make_logit_scale_arguments,
     online_softmax_update,
     store_tile,
     tanh,
@@ -112,8 +112,8 @@ def forward(
         lse=lse,
         plan=kernel_plan,
         sizes=sizes,
-        **logit_scales(scale, softcap),
-        **_constexpr_arguments(tile, q, plan),
+        **make_logit_scale_arguments(scale, softcap),
+        **_make_constexpr_arguments(tile, q, plan),
         HAS_FUTURE_KEYS=has_future_keys(plan, q_length=q.shape[2], kv_length=k.shape[2]),
     )
 
@@ -176,8 +176,8 @@ def _write_query_gradient(
         plan=kernel_plan,
         softmax_scale=scale,
         sizes=sizes,
-        **logit_scales(scale, softcap),
-        **_constexpr_arguments(tile, q, plan),
+        **make_logit_scale_arguments(scale, softcap),
+        **_make_constexpr_arguments(tile, q, plan),
     )
 
 
@@ -224,13 +224,13 @@ def _write_key_gradients(
         num_sink_tiles=num_sink_tiles,
         batch_size=batch,
         sizes=sizes,
-        **logit_scales(scale, softcap),
-        **_constexpr_arguments(tile, q, plan),
+        **make_logit_scale_arguments(scale, softcap),
+        **_make_constexpr_arguments(tile, q, plan),
     )
     for key_gradient, sink_gradient in ((dk, sink_dk), (dv, sink_dv)):
-        sink_rows = key_gradient[:, :, : sink_gradient.shape[2]]
-        sink_sums = sink_gradient.unflatten(1, (kv_heads, -1)).sum(2)
-        sink_rows.copy_(sink_sums[:, :, : sink_rows.shape[2]])
+        key_gradient_of_sinks = key_gradient[:, :, : sink_gradient.shape[2]]
+        summed_sink_gradient = sink_gradient.unflatten(1, (kv_heads, -1)).sum(2)
+        key_gradient_of_sinks.copy_(summed_sink_gradient[:, :, : key_gradient_of_sinks.shape[2]])
 
 
 def _choose_tile(kernel_name: str, q: Tensor, plan: PlanTensors) -> Tile:
@@ -267,7 +267,7 @@ def _choose_tile(kernel_name: str, q: Tensor, plan: PlanTensors) -> Tile:
     )
 
 
-def _constexpr_arguments(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, int | str]:
+def _make_constexpr_arguments(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, int | str]:
     """Return the constexpr arguments and launch options that all kernels of this module share."""
     return {
         "QUERY_BLOCK": plan.query_block,
@@ -314,16 +314,16 @@ def _block_attention_fwd_kernel(
 
     # full blocks without a mask, then partial blocks with a mask
     for IS_MASKED in tl.static_range(2):
-        lists = plan[IS_MASKED]
-        indices = lists.indices + plan_row * lists.width
-        num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
+        block_lists = plan[IS_MASKED]
+        block_indices = block_lists.indices + plan_row * block_lists.width
+        num_tiles = tl.load(block_lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         if IS_MASKED:
             # loaded after the loop over full blocks, where registers are scarce
             query_index = query_start + tl.arange(0, BLOCK_M)
             first_key, last_key = load_key_ranges(plan, batch, query_index, sizes.q_length)
         for tile_index in tl.range(0, num_tiles, num_stages=NUM_STAGES):
             # k, v: [BLOCK_N, D]; qk, p: [BLOCK_M, BLOCK_N]
-            key_start = load_tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
+            key_start = load_tile_start(block_indices, tile_index, KEY_BLOCK, BLOCK_N)
             k = load_tile(
                 desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
@@ -399,12 +399,12 @@ def _block_attention_bwd_query_kernel(
 
     # full blocks without a mask, then partial blocks with a mask
     for IS_MASKED in tl.static_range(2):
-        lists = plan[IS_MASKED]
-        indices = lists.indices + plan_row * lists.width
-        num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
+        block_lists = plan[IS_MASKED]
+        block_indices = block_lists.indices + plan_row * block_lists.width
+        num_tiles = tl.load(block_lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         for tile_index in tl.range(0, num_tiles, num_stages=NUM_STAGES):
             # k, v: [BLOCK_N, D]; qk, p, dp, ds: [BLOCK_M, BLOCK_N]
-            key_start = load_tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
+            key_start = load_tile_start(block_indices, tile_index, KEY_BLOCK, BLOCK_N)
             k = load_tile(
                 desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
@@ -531,12 +531,12 @@ def _block_attention_bwd_key_kernel(
         stats_offset = (batch * heads + head).to(tl.int64) * stats.padded_length
         # query blocks that list the tile as full (without a mask), then as partial (with a mask)
         for IS_MASKED in tl.static_range(2):
-            lists = plan[IS_MASKED]
-            rows = lists.rows + tl.load(lists.starts + plan_column)
-            num_tiles = tl.load(lists.counts + plan_column) * (QUERY_BLOCK // BLOCK_M)
+            column_lists = plan[IS_MASKED]
+            query_blocks = column_lists.rows + tl.load(column_lists.starts + plan_column)
+            num_tiles = tl.load(column_lists.counts + plan_column) * (QUERY_BLOCK // BLOCK_M)
             for tile_index in tl.range(0, num_tiles, num_stages=NUM_STAGES):
                 # q, do: [BLOCK_M, D]; qk, p, dp, ds: [BLOCK_N, BLOCK_M]
-                query_start = load_tile_start(rows, tile_index, QUERY_BLOCK, BLOCK_M)
+                query_start = load_tile_start(query_blocks, tile_index, QUERY_BLOCK, BLOCK_M)
                 query_index = query_start + tl.arange(0, BLOCK_M)
                 q = load_tile(
                     desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D

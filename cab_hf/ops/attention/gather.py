@@ -113,16 +113,18 @@ def _attend_full_blocks(
         out: [B, M_q, H, query_block, D], changed in place.
         lse: [B, M_q, H, query_block], the log-sum-exp, changed in place.
     """
-    heads_per_unit, list_rows, first_blocks = _divide_into_units(plan, q.shape[2], kv_heads)
-    counts = plan.full.counts.flatten()[list_rows]
+    heads_per_unit, list_index_of_unit, first_block_of_unit = _divide_into_units(
+        plan, q.shape[2], kv_heads
+    )
+    counts = plan.full.counts.flatten()[list_index_of_unit]
     indices = plan.full.indices.flatten(0, 2)
     q, out, lse = (x.unflatten(2, (-1, heads_per_unit)).flatten(0, 2) for x in (q, out, lse))
     counts, unit_order = counts.sort(stable=True)
     logits_per_block = heads_per_unit * plan.query_block * plan.key_block
     for unit_slice, num_blocks in _iterate_unit_slices(counts.tolist(), logits_per_block):
         unit_indices = unit_order[unit_slice]
-        block_indices = indices.index_select(0, list_rows[unit_indices])[:, :num_blocks]
-        block_indices = block_indices + first_blocks[unit_indices].unsqueeze(1)
+        block_indices = indices.index_select(0, list_index_of_unit[unit_indices])[:, :num_blocks]
+        block_indices = block_indices + first_block_of_unit[unit_indices].unsqueeze(1)
         unit_k, unit_v = (_gather_blocks(x, block_indices, q.shape[3]).unsqueeze(1) for x in (k, v))
         unit_out, unit_lse = _call_fused_sdpa(
             q.index_select(0, unit_indices), unit_k, unit_v, scale
@@ -148,15 +150,21 @@ def _add_partial_blocks(
     arguments are those of `_attend_full_blocks`.
     """
     batch, num_rows, heads = q.shape[:3]
-    heads_per_unit, list_rows, first_blocks = _divide_into_units(plan, heads, kv_heads)
+    heads_per_unit, list_index_of_unit, first_block_of_unit = _divide_into_units(
+        plan, heads, kv_heads
+    )
     # [B * M_q, U], for the U units of a query block
-    counts = plan.partial.counts.flatten()[list_rows].view(batch * num_rows, -1)
-    indices = plan.partial.indices.flatten(0, 2)[list_rows].unflatten(0, counts.shape)
-    first_blocks = first_blocks.view_as(counts).unsqueeze(2)
+    counts = plan.partial.counts.flatten()[list_index_of_unit].view(batch * num_rows, -1)
+    indices = plan.partial.indices.flatten(0, 2)[list_index_of_unit].unflatten(0, counts.shape)
+    first_block_of_unit = first_block_of_unit.view_as(counts).unsqueeze(2)
     # True if all heads list the same partial blocks, which are usually the blocks on the diagonal.
     # Then all heads need the same mask
-    is_shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
-    mask_indices, mask_counts = (x[:, :1] if is_shared else x for x in (indices, counts))
+    is_mask_shared_by_heads = bool(
+        (counts == counts[:, :1]).all() and (indices == indices[:, :1]).all()
+    )
+    mask_indices, mask_counts = (
+        x[:, :1] if is_mask_shared_by_heads else x for x in (indices, counts)
+    )
     first_key, last_key = (
         x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block)
     )
@@ -170,7 +178,7 @@ def _add_partial_blocks(
         max_blocks = int(counts[row_slice].max())
         if not max_blocks:
             continue
-        block_indices = indices[row_slice, :, :max_blocks] + first_blocks[row_slice]
+        block_indices = indices[row_slice, :, :max_blocks] + first_block_of_unit[row_slice]
         row_k, row_v = (_gather_blocks(x, block_indices, q.shape[3]) for x in (k, v))
 
         is_unseen = _make_unseen_mask(
@@ -182,7 +190,7 @@ def _add_partial_blocks(
         )
         logit_mask = q.new_zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)
         has_no_keys = is_unseen.all(-1)
-        if not is_shared:
+        if not is_mask_shared_by_heads:
             row_k, row_v, logit_mask, has_no_keys = (
                 x.repeat_interleave(heads_per_unit, 1)
                 for x in (row_k, row_v, logit_mask, has_no_keys)
@@ -215,9 +223,9 @@ def _make_unseen_mask(
     """
     key_offset = torch.arange(key_block, dtype=torch.int32, device=indices.device)
     key_position = (indices.unsqueeze(3) * key_block + key_offset).flatten(2).unsqueeze(2)
-    is_unused = torch.arange(indices.shape[2], device=indices.device) >= counts.unsqueeze(2)
-    is_unused = is_unused.repeat_interleave(key_block, 2).unsqueeze(2)
-    return (key_position < first_key) | (key_position > last_key) | is_unused
+    is_unlisted_key = torch.arange(indices.shape[2], device=indices.device) >= counts.unsqueeze(2)
+    is_unlisted_key = is_unlisted_key.repeat_interleave(key_block, 2).unsqueeze(2)
+    return (key_position < first_key) | (key_position > last_key) | is_unlisted_key
 
 
 def _divide_into_units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
@@ -233,10 +241,10 @@ def _divide_into_units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int,
 
     Returns:
         heads_per_unit: Number of query heads per unit.
-        list_rows: int64 [B * M_q * U], the index of each unit's lists among the B * P * M_q lists
-            of the plan, which has P heads.
-        first_blocks: int64 [B * M_q * U], the index of the first key block of each unit's KV head
-            among the B * H_kv * M_k key blocks of all KV heads.
+        list_index_of_unit: int64 [B * M_q * U], the index of each unit's lists among the B * P *
+            M_q lists of the plan, which has P heads.
+        first_block_of_unit: int64 [B * M_q * U], the index of the first key block of each unit's
+            KV head among the B * H_kv * M_k key blocks of all KV heads.
     """
     heads_per_list, group_size = plan.shared_by(heads), heads // kv_heads
     heads_per_unit = math.gcd(heads_per_list, group_size)
@@ -244,9 +252,13 @@ def _divide_into_units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int,
     head = torch.arange(0, heads, heads_per_unit, device=device)
     batch = torch.arange(plan.batch, device=device)[:, None, None]
     row = torch.arange(plan.q_blocks, device=device)[:, None]
-    list_rows = (batch * plan.heads + head // heads_per_list) * plan.q_blocks + row
-    first_blocks = (batch * kv_heads + head // group_size) * plan.kv_blocks
-    return heads_per_unit, list_rows.flatten(), first_blocks.expand_as(list_rows).flatten()
+    list_index_of_unit = (batch * plan.heads + head // heads_per_list) * plan.q_blocks + row
+    first_block_of_unit = (batch * kv_heads + head // group_size) * plan.kv_blocks
+    return (
+        heads_per_unit,
+        list_index_of_unit.flatten(),
+        first_block_of_unit.expand_as(list_index_of_unit).flatten(),
+    )
 
 
 def _iterate_unit_slices(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
@@ -298,8 +310,8 @@ def _call_fused_sdpa(
         lse: [R, H, N], the log-sum-exp.
     """
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(q, k, v, attn_mask=mask, scale=scale)
+    fused_sdpa = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused_sdpa(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _attend_by_products(
@@ -322,36 +334,40 @@ def _attend_by_products(
     first_key, last_key = plan.ranges.blocked(plan.query_block)
     out = q.new_empty((*query_blocks.shape[:4], v.shape[3]))
     lse = q.new_empty(query_blocks.shape[:4], dtype=dtype)
-    num_keys = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
+    num_listed_keys = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
     queries_per_row = plan.query_block * min(heads_per_list, group_size)
     for batch in range(q.shape[0]):
         for plan_head in range(plan.heads):
-            for rows in _iterate_row_slices(num_keys[batch][plan_head], queries_per_row):
-                keys, is_unseen = _find_listed_keys(
+            for row_slice in _iterate_row_slices(
+                num_listed_keys[batch][plan_head], queries_per_row
+            ):
+                listed_keys, is_unseen = _find_listed_keys(
                     plan,
                     batch,
                     plan_head,
-                    rows=rows,
-                    first_key=first_key[batch, rows],
-                    last_key=last_key[batch, rows],
+                    row_slice=row_slice,
+                    first_key=first_key[batch, row_slice],
+                    last_key=last_key[batch, row_slice],
                 )
-                for heads, kv_head in _iterate_heads_of_plan_head(
+                for head_slice, kv_head in _iterate_heads_of_plan_head(
                     plan_head, heads_per_list, group_size
                 ):
-                    row_k, row_v = (_gather_tokens(x[batch, kv_head], keys) for x in (k, v))
+                    row_k, row_v = (_gather_tokens(x[batch, kv_head], listed_keys) for x in (k, v))
                     if not is_finite:
                         # 0 * NaN is NaN, so that values of keys with a weight of 0 must be finite
-                        is_unused = is_unseen.all(1).unsqueeze(-1)
-                        row_k, row_v = (x.masked_fill(is_unused, 0.0) for x in (row_k, row_v))
+                        is_unseen_by_all = is_unseen.all(1).unsqueeze(-1)
+                        row_k, row_v = (
+                            x.masked_fill(is_unseen_by_all, 0.0) for x in (row_k, row_v)
+                        )
                     row_out, row_lse = _attend(
-                        q=query_blocks[batch, heads, rows].to(dtype).transpose(0, 1),
+                        q=query_blocks[batch, head_slice, row_slice].to(dtype).transpose(0, 1),
                         k=row_k.to(dtype),
                         v=row_v.to(dtype),
                         is_unseen=is_unseen,
                         softcap=softcap,
                     )
-                    out[batch, heads, rows] = row_out.transpose(0, 1).to(q.dtype)
-                    lse[batch, heads, rows] = row_lse.transpose(0, 1)
+                    out[batch, head_slice, row_slice] = row_out.transpose(0, 1).to(q.dtype)
+                    lse[batch, head_slice, row_slice] = row_lse.transpose(0, 1)
     return out, lse
 
 
@@ -373,28 +389,34 @@ def _iterate_heads_of_plan_head(
         )
 
 
-def _iterate_row_slices(num_keys: list[int], queries_per_row: int) -> Iterator[slice]:
+def _iterate_row_slices(num_listed_keys: list[int], queries_per_row: int) -> Iterator[slice]:
     """Yield slices of consecutive query blocks, each of which one matrix product computes.
 
     The lists of a slice are padded to the longest list. A slice has one query block, or several
     with at most `MAX_LOGITS_PER_CALL` logits.
 
     Args:
-        num_keys: Number of keys that each query block lists.
+        num_listed_keys: Number of keys that each query block lists.
         queries_per_row: Queries per query block, over all heads of a product.
     """
     first_row, max_num_keys = 0, 0
-    for end_row, num_row_keys in enumerate(num_keys):
+    for end_row, num_row_keys in enumerate(num_listed_keys):
         num_logits = (end_row + 1 - first_row) * max(max_num_keys, num_row_keys) * queries_per_row
         if end_row > first_row and num_logits > MAX_LOGITS_PER_CALL:
             yield slice(first_row, end_row)
             first_row, max_num_keys = end_row, 0
         max_num_keys = max(max_num_keys, num_row_keys)
-    yield slice(first_row, len(num_keys))
+    yield slice(first_row, len(num_listed_keys))
 
 
 def _find_listed_keys(
-    plan: BlockPlan, batch: int, plan_head: int, *, rows: slice, first_key: Tensor, last_key: Tensor
+    plan: BlockPlan,
+    batch: int,
+    plan_head: int,
+    *,
+    row_slice: slice,
+    first_key: Tensor,
+    last_key: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys that R query blocks list, and a mask of keys that queries do not attend to.
 
@@ -402,39 +424,39 @@ def _find_listed_keys(
         plan: The plan.
         batch: Index of the batch row.
         plan_head: Index of the plan head.
-        rows: The R query blocks.
+        row_slice: The R query blocks.
         first_key, last_key: int32 [R, query_block], the first and the last visible key of each
             query.
 
     Returns:
-        keys: int64 [R, K], the indices of the listed keys, padded to K keys.
+        listed_keys: int64 [R, K], the indices of the listed keys, padded to K keys.
         is_unseen: bool [R, query_block, K], True for keys that a query does not attend to.
     """
     key_offset = torch.arange(plan.key_block, device=first_key.device)
 
-    def list_keys(lists: BlockIndices) -> tuple[Tensor, Tensor]:
+    def list_keys(block_lists: BlockIndices) -> tuple[Tensor, Tensor]:
         """Return the keys of listed blocks and a mask of padding, both [R, W * key_block]."""
-        counts = lists.counts[batch, plan_head, rows]
-        indices = lists.indices[batch, plan_head, rows, : int(counts.max())]
+        counts = block_lists.counts[batch, plan_head, row_slice]
+        indices = block_lists.indices[batch, plan_head, row_slice, : int(counts.max())]
         is_listed = torch.arange(indices.shape[1], device=counts.device) < counts.unsqueeze(1)
-        keys = indices.long().unsqueeze(2) * plan.key_block + key_offset
-        return keys.flatten(1), ~is_listed.repeat_interleave(plan.key_block, dim=1)
+        listed_keys = indices.long().unsqueeze(2) * plan.key_block + key_offset
+        return listed_keys.flatten(1), ~is_listed.repeat_interleave(plan.key_block, dim=1)
 
     full_keys, is_full_padding = list_keys(plan.full)
     partial_keys, is_partial_padding = list_keys(plan.partial)
     # full blocks need no mask, except for queries without keys (first > last)
     is_full_unseen = is_full_padding.unsqueeze(1) | (first_key > last_key).unsqueeze(2)
     partial_key = partial_keys.unsqueeze(1)
-    is_outside = (partial_key < first_key.unsqueeze(2)) | (partial_key > last_key.unsqueeze(2))
-    is_partial_unseen = is_outside | is_partial_padding.unsqueeze(1)
+    is_out_of_range = (partial_key < first_key.unsqueeze(2)) | (partial_key > last_key.unsqueeze(2))
+    is_partial_unseen = is_out_of_range | is_partial_padding.unsqueeze(1)
     # the last block may extend past the last key; such keys are masked
-    keys = torch.cat([full_keys, partial_keys], dim=1).clamp(max=plan.kv_length - 1)
-    return keys, torch.cat([is_full_unseen, is_partial_unseen], dim=2)
+    listed_keys = torch.cat([full_keys, partial_keys], dim=1).clamp(max=plan.kv_length - 1)
+    return listed_keys, torch.cat([is_full_unseen, is_partial_unseen], dim=2)
 
 
-def _gather_tokens(x: Tensor, keys: Tensor) -> Tensor:
-    """Return the rows of x [N, D] with the indices ``keys``, int64 [R, K], as [R, K, D]."""
-    return x.index_select(0, keys.flatten()).unflatten(0, keys.shape)
+def _gather_tokens(x: Tensor, token_indices: Tensor) -> Tensor:
+    """Return the rows ``token_indices``, int64 [R, K], of x [N, D] as [R, K, D]."""
+    return x.index_select(0, token_indices.flatten()).unflatten(0, token_indices.shape)
 
 
 def _attend(

@@ -63,7 +63,7 @@ def write_merged(
 
 
 def share_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Rescale attention in place to include attention sinks; see `reference.with_sinks`.
+    """Rescale attention in place to include attention sinks; see `reference.rescale_for_sinks`.
 
     Args:
         out: [B, H, N, D], attention without sinks, changed in place.

@@ -66,7 +66,7 @@ def attention(
         counts=plan.sampled.counts,
         indices=plan.sampled.indices,
         sample_period=plan.sample_period,
-        **block.op_arguments(plan, scale, softcap),
+        **block.make_op_arguments(plan, scale, softcap),
     )
     return result if return_lse else result[0]
 

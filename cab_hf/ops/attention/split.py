@@ -36,9 +36,9 @@ from cab_hf.ops.attention.tiles import (
     choose_precision,
     choose_tile_size,
     has_future_keys,
-    logit_scales,
     make_descriptor,
     make_kernel_arguments,
+    make_logit_scale_arguments,
     make_vectors,
     transpose_plan,
 )
@@ -126,7 +126,7 @@ def forward(
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
-    for piece in _divide_into_pieces(q, k, plan, num_matrices=1):
+    for piece in _divide_into_pieces(q, k, plan, num_weight_matrices=1):
         num_planes, num_stretches = (
             q.shape[0] * q.shape[1],
             piece.num_keys // piece.keys_per_stretch,
@@ -182,7 +182,7 @@ def backward(
     # in float32, because every piece adds to these tensors
     dk, dv = (torch.zeros_like(allocate_transposed(x), dtype=torch.float32) for x in (k, v))
     kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
-    for piece in _divide_into_pieces(q, k, plan, num_matrices=2):
+    for piece in _divide_into_pieces(q, k, plan, num_weight_matrices=2):
         p, ds = _allocate_weights(q, piece), _allocate_weights(q, piece)
         logit_gradients = LogitGradients(grad=grad, v=v, stats=stats, ds=ds)
         _write_weights(
@@ -198,7 +198,7 @@ def backward(
 
 
 def _divide_into_pieces(
-    q: Tensor, k: Tensor, plan: PlanTensors, num_matrices: int
+    q: Tensor, k: Tensor, plan: PlanTensors, num_weight_matrices: int
 ) -> Iterator[QueryPiece]:
     """Yield consecutive pieces of the query blocks whose weights fit in `WORKSPACE_BYTES`.
 
@@ -206,25 +206,25 @@ def _divide_into_pieces(
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
         plan: The plan of all query blocks.
-        num_matrices: Number of weight matrices: 1 (p) in the forward pass, 2 (p and ds) in the
-            backward pass.
+        num_weight_matrices: 1 (p) in the forward pass, 2 (p and ds) in the backward pass.
     """
     query_block = plan.query_block
-    bytes_per_key = num_matrices * q.shape[0] * q.shape[1] * query_block * q.element_size()
+    bytes_per_key = num_weight_matrices * q.shape[0] * q.shape[1] * query_block * q.element_size()
     max_keys = WORKSPACE_BYTES // bytes_per_key
     # half the keys for float32, so that a stretch needs the same shared memory
     keys_per_stretch = KEYS_PER_STRETCH * 2 // max(2, q.element_size())
-    keys_of_blocks = [
+    num_keys_of_blocks = [
         _round_up(max(1, num_keys), keys_per_stretch) for num_keys in _count_listed_keys(plan)
     ]
     first_block = 0
-    while first_block < len(keys_of_blocks):
-        end_block, num_keys = first_block + 1, keys_of_blocks[first_block]
+    while first_block < len(num_keys_of_blocks):
+        end_block, num_keys = first_block + 1, num_keys_of_blocks[first_block]
         while (
-            end_block < len(keys_of_blocks)
-            and (end_block + 1 - first_block) * max(num_keys, keys_of_blocks[end_block]) <= max_keys
+            end_block < len(num_keys_of_blocks)
+            and (end_block + 1 - first_block) * max(num_keys, num_keys_of_blocks[end_block])
+            <= max_keys
         ):
-            num_keys = max(num_keys, keys_of_blocks[end_block])
+            num_keys = max(num_keys, num_keys_of_blocks[end_block])
             end_block += 1
         piece_plan = plan._replace(
             full=_slice_query_blocks(plan.full, first_block, end_block),
@@ -244,9 +244,9 @@ def _divide_into_pieces(
         first_block = end_block
 
 
-def _slice_query_blocks(lists: BlockIndices, begin: int, end: int) -> BlockIndices:
+def _slice_query_blocks(block_lists: BlockIndices, begin: int, end: int) -> BlockIndices:
     """Return the lists of query blocks begin to end - 1, without a copy if these are all blocks."""
-    return lists.map_tensors(lambda x: x[:, :, begin:end].contiguous())
+    return block_lists.map_tensors(lambda x: x[:, :, begin:end].contiguous())
 
 
 def _count_listed_keys(plan: PlanTensors) -> list[int]:
@@ -317,8 +317,8 @@ def _write_weights(
         plan=piece.kernel_plan,
         kv_length=k.shape[2],
         sizes=piece.sizes,
-        **logit_scales(scale, softcap),
-        **_constexpr_arguments(q, plan),
+        **make_logit_scale_arguments(scale, softcap),
+        **_make_constexpr_arguments(q, plan),
         BLOCK_M=query_tile,
         STRETCH=keys_per_stretch,
         D=q.shape[3],
@@ -366,7 +366,7 @@ def _multiply_rows(
         scale=scale,
         num_allocated_stretches=piece.num_keys // keys_per_stretch,
         sizes=sizes,
-        **_constexpr_arguments(x, plan),
+        **_make_constexpr_arguments(x, plan),
         BLOCK_M=query_tile,
         BLOCK_N=key_tile,
         STRETCH=keys_per_stretch,
@@ -406,7 +406,7 @@ def _multiply_columns(
         kv_length=kv_length,
         kv_blocks=triton.cdiv(kv_length, plan.key_block),
         sizes=piece.sizes,
-        **_constexpr_arguments(x, plan),
+        **_make_constexpr_arguments(x, plan),
         BLOCK_M=query_tile,
         BLOCK_N=key_tile,
         BLOCK_D=slice_channels,
@@ -428,7 +428,7 @@ def _round_up(minimum: int, multiple: int) -> int:
     return triton.cdiv(minimum, multiple) * multiple
 
 
-def _constexpr_arguments(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
+def _make_constexpr_arguments(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
     """Return the constexpr arguments and launch options that the kernels with products share."""
     return {
         "QUERY_BLOCK": plan.query_block,

@@ -453,14 +453,14 @@ def block_attention_split_bwd_key_kernel(
         plan_head_index = compute_plan_head_index(batch, head, sizes)
         column = plan_head_index * kv_blocks + key_start // KEY_BLOCK
         for IS_PARTIAL in tl.static_range(2):
-            lists = plan[IS_PARTIAL]
-            offset = tl.load(lists.starts + column)
-            rows = lists.rows + offset
-            slots = lists.slots + offset
-            for i in range(0, tl.load(lists.counts + column) * TILES_PER_BLOCK):
+            column_lists = plan[IS_PARTIAL]
+            offset = tl.load(column_lists.starts + column)
+            query_blocks = column_lists.rows + offset
+            slots = column_lists.slots + offset
+            for tile_index in range(0, tl.load(column_lists.counts + column) * TILES_PER_BLOCK):
                 # p: [BLOCK_M, BLOCK_N]; x: [BLOCK_M, BLOCK_D]
-                query_start = load_tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
-                slot = tl.load(slots + i // TILES_PER_BLOCK)
+                query_start = load_tile_start(query_blocks, tile_index, QUERY_BLOCK, BLOCK_M)
+                slot = tl.load(slots + tile_index // TILES_PER_BLOCK)
                 if IS_PARTIAL:
                     # in p, columns of partial blocks follow the columns of full blocks
                     slot += tl.load(

@@ -68,12 +68,12 @@ class BlockLists(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, lists: BlockIndices) -> BlockLists:
+    def from_indices(cls, block_indices: BlockIndices) -> BlockLists:
         """Convert `BlockIndices`. Lists of width 1 get a second, unused entry per query block."""
         # Triton 3.6 makes an integer argument of 1 a constant, and loses a constant in a tuple
         # inside a tuple. Therefore ``width`` must not be 1
-        lists = lists.widened(2) if lists.width < 2 else lists
-        return cls(lists.counts, lists.indices, lists.width)
+        block_indices = block_indices.widened(2) if block_indices.width < 2 else block_indices
+        return cls(block_indices.counts, block_indices.indices, block_indices.width)
 
 
 class KernelPlan(NamedTuple):
@@ -179,7 +179,7 @@ def make_kernel_arguments(
         k: [B, H_kv, N_k, D].
         plan: The plan, or the part of the plan for a piece of consecutive query blocks.
     """
-    full, partial = BlockLists.of(plan.full), BlockLists.of(plan.partial)
+    full, partial = BlockLists.from_indices(plan.full), BlockLists.from_indices(plan.partial)
     first_key, last_key = (
         x if x.stride(1) == 1 else x.contiguous() for x in (plan.first_key, plan.last_key)
     )
@@ -211,7 +211,8 @@ def transpose_plan(plan: KernelPlan, kv_blocks: int, with_slots: bool = False) -
         with_slots: True to compute `ColumnLists.slots`.
     """
     full, partial = (
-        pack_columns(lists, kv_blocks, with_slots) for lists in (plan.full, plan.partial)
+        pack_columns(block_lists, kv_blocks, with_slots)
+        for block_lists in (plan.full, plan.partial)
     )
     return plan._replace(full=full, partial=partial)
 
@@ -332,7 +333,7 @@ def choose_precision(x: Tensor) -> str:
     return "tf32" if x.dtype != torch.float32 and launch.has_ptx(x) else "ieee"
 
 
-def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
+def make_logit_scale_arguments(scale: float, softcap: float) -> dict[str, float | bool]:
     """Return the kernel arguments that turn products q · k into logits to base two.
 
         without soft cap: logit = qk_scale * (q · k)
@@ -540,7 +541,8 @@ def online_softmax_update(m_i, l_i, qk, qk_scale, IS_MASKED: tl.constexpr):
         m_i: [BLOCK_M], the largest logit of each query so far, to base two.
         l_i: [BLOCK_M], the sum of exp2(logit - m_i) so far.
         qk: [BLOCK_M, BLOCK_N], products of queries and keys, not scaled; -inf where masked.
-        qk_scale: Factor that turns products into logits to base two, see `logit_scales`.
+        qk_scale: Factor that turns products into logits to base two, see
+            `make_logit_scale_arguments`.
         IS_MASKED: False if every query has a finite logit in ``qk``.
 
     Returns:

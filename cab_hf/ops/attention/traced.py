@@ -88,7 +88,7 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `reference.attention` as one node of a compiled graph, with the same arguments."""
-    sampled, ranges = plan.sampled, plan.ranges
+    sampled_lists, key_ranges = plan.sampled, plan.ranges
     out, lse = _attention_op(
         q,
         k,
@@ -99,13 +99,13 @@ def attention(
         full_indices=plan.full.indices,
         partial_counts=plan.partial.counts,
         partial_indices=plan.partial.indices,
-        sampled_counts=None if sampled is None else sampled.counts,
-        sampled_indices=None if sampled is None else sampled.indices,
+        sampled_counts=None if sampled_lists is None else sampled_lists.counts,
+        sampled_indices=None if sampled_lists is None else sampled_lists.indices,
         sample_period=plan.sample_period,
         dense_rows=plan.dense_rows,
-        first_key=ranges.start,
-        last_key=ranges.end,
-        key_valid=ranges.key_valid,
+        first_key=key_ranges.start,
+        last_key=key_ranges.end,
+        key_valid=key_ranges.key_valid,
         query_block=plan.query_block,
         key_block=plan.key_block,
         return_lse=return_lse,
@@ -114,7 +114,7 @@ def attention(
 
 
 def register_attention_op(
-    name: str,
+    op_name: str,
     schema: str,
     attend: Callable[..., tuple[Tensor, Tensor]],
     make_masks: Callable[..., Iterable[Masks]],
@@ -122,7 +122,7 @@ def register_attention_op(
     """Register an attention op of (q, k, v, scale, softcap, *mask_arguments), with autograd.
 
     Args:
-        name: Name of the op in the namespace ``cab_hf``.
+        op_name: Name of the op in the namespace ``cab_hf``.
         schema: Schema of ``mask_arguments``, the arguments that describe the mask. The last value
             is a bool, True if the op returns the log-sum-exp.
         attend: Forward function. Maps (q, k, v, scale, softcap, *mask_arguments) to the output
@@ -168,17 +168,17 @@ def register_attention_op(
         ctx.non_tensor_inputs = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
-        tensors = iter(ctx.saved_tensors)
+        saved_tensors = iter(ctx.saved_tensors)
         inputs = [
-            next(tensors) if non_tensor_input is None else non_tensor_input[0]
+            next(saved_tensors) if non_tensor_input is None else non_tensor_input[0]
             for non_tensor_input in ctx.non_tensor_inputs
         ]
         grad = inputs[0].new_zeros(ctx.out_shape) if grad is None else grad
         return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
-    forward_op = _register_custom_op(name, forward, f"({input_schema}) -> (Tensor, Tensor)")
+    forward_op = _register_custom_op(op_name, forward, f"({input_schema}) -> (Tensor, Tensor)")
     backward_op = _register_custom_op(
-        f"{name}_backward",
+        f"{op_name}_backward",
         backward,
         f"(Tensor grad, Tensor? grad_lse, {input_schema}) -> (Tensor, Tensor, Tensor)",
     )
@@ -188,11 +188,13 @@ def register_attention_op(
     return forward_op
 
 
-def _register_custom_op(name: str, function: Callable[..., Any], signature: str) -> CustomOpDef:
-    """Register ``function`` as the op ``cab_hf::name`` with the schema ``signature``."""
+def _register_custom_op(
+    op_name: str, op_function: Callable[..., Any], signature: str
+) -> CustomOpDef:
+    """Register ``op_function`` as the op ``cab_hf::name`` with the schema ``signature``."""
     return torch.library.custom_op(
-        f"cab_hf::{name}",
-        function,
+        f"cab_hf::{op_name}",
+        op_function,
         mutates_args=(),
         schema=signature,
         # a CUDA graph cannot capture the op: the check for NaN and infinities is a device sync
@@ -225,34 +227,36 @@ def compute_gradients(
     """
     dtype, group_shape = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    for chunk in masks:
-        rows, keys = chunk.query_slice, chunk.key_slice
+    for mask_chunk in masks:
+        query_slice, key_slice = mask_chunk.query_slice, mask_chunk.key_slice
         # q_chunk, grad_chunk: [B, H_kv, g, rows, D]; k_chunk, v_chunk: [B, H_kv, 1, keys, D]
-        q_chunk, grad_chunk = (x[:, :, rows].to(dtype).unflatten(1, group_shape) for x in (q, grad))
-        k_chunk, v_chunk = (x[:, :, keys].to(dtype).unsqueeze(2) for x in (k, v))
+        q_chunk, grad_chunk = (
+            x[:, :, query_slice].to(dtype).unflatten(1, group_shape) for x in (q, grad)
+        )
+        k_chunk, v_chunk = (x[:, :, key_slice].to(dtype).unsqueeze(2) for x in (k, v))
         mask_shape = q_chunk.shape[0], q.shape[1], -1, -1
-        is_unseen = ~chunk.is_attended.expand(mask_shape).unflatten(1, group_shape)
-        if not chunk.has_finite_kv:
+        is_unseen = ~mask_chunk.is_attended.expand(mask_shape).unflatten(1, group_shape)
+        if not mask_chunk.has_finite_kv:
             # as in the forward pass: 0 * NaN is NaN, so that keys and values with a weight of 0 are
             # replaced by zeros
-            is_unused = is_unseen.all(dim=-2).unsqueeze(-1)
-            k_chunk, v_chunk = (torch.where(is_unused, 0.0, x) for x in (k_chunk, v_chunk))
+            is_unseen_by_all = is_unseen.all(dim=-2).unsqueeze(-1)
+            k_chunk, v_chunk = (torch.where(is_unseen_by_all, 0.0, x) for x in (k_chunk, v_chunk))
 
         # logits, p, dp, ds: [B, H_kv, g, rows, keys]
         logits = cap_logits(q_chunk @ k_chunk.transpose(-1, -2) * scale, softcap)
         softcap_slope = None if softcap is None else 1 - (logits / softcap).square()
-        if chunk.logit_bias is not None:
-            logits = logits + chunk.logit_bias.expand(mask_shape).unflatten(1, group_shape)
+        if mask_chunk.logit_bias is not None:
+            logits = logits + mask_chunk.logit_bias.expand(mask_shape).unflatten(1, group_shape)
         p = logits.masked_fill(is_unseen, -torch.inf).softmax(-1).masked_fill(is_unseen, 0.0)
         dp = grad_chunk @ v_chunk.transpose(-1, -2)
         delta = (p * dp).sum(-1, keepdim=True)
         if grad_lse is not None:
-            delta = delta - grad_lse[:, :, rows].unflatten(1, group_shape).unsqueeze(-1)
+            delta = delta - grad_lse[:, :, query_slice].unflatten(1, group_shape).unsqueeze(-1)
         ds = p * (dp - delta) * scale
         ds = ds if softcap_slope is None else ds * softcap_slope
-        dq[:, :, rows] = (ds @ k_chunk).flatten(1, 2)
-        dk[:, :, keys] += (ds.transpose(-1, -2) @ q_chunk).sum(2)
-        dv[:, :, keys] += (p.transpose(-1, -2) @ grad_chunk).sum(2)
+        dq[:, :, query_slice] = (ds @ k_chunk).flatten(1, 2)
+        dk[:, :, key_slice] += (ds.transpose(-1, -2) @ q_chunk).sum(2)
+        dv[:, :, key_slice] += (p.transpose(-1, -2) @ grad_chunk).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -262,7 +266,7 @@ def _attend_by_reference(q, k, v, scale, softcap, *plan_values):
     The log-sum-exp is an empty tensor if ``return_lse`` is False.
     """
     plan_arguments = PlanArguments._make(plan_values)
-    result = reference.attention(
+    attend_result = reference.attention(
         q,
         k,
         v,
@@ -271,7 +275,11 @@ def _attend_by_reference(q, k, v, scale, softcap, *plan_values):
         return_lse=plan_arguments.return_lse,
         softcap=softcap,
     )
-    return result if plan_arguments.return_lse else (result, q.new_empty(0, dtype=torch.float32))
+    return (
+        attend_result
+        if plan_arguments.return_lse
+        else (attend_result, q.new_empty(0, dtype=torch.float32))
+    )
 
 
 def _make_masks(q, k, v, *plan_values):

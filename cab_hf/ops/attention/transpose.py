@@ -46,26 +46,28 @@ class ColumnLists(NamedTuple):
     slots: Tensor
 
 
-def pack_columns(lists: BlockIndices, num_columns: int, with_slots: bool = False) -> ColumnLists:
-    """Compute the transpose of ``lists`` as `ColumnLists`, without a device sync.
+def pack_columns(
+    block_lists: BlockIndices, num_columns: int, with_slots: bool = False
+) -> ColumnLists:
+    """Compute the transpose of ``block_lists`` as `ColumnLists`, without a device sync.
 
     Args:
-        lists: Lists of key blocks per row: `BlockIndices`, or `BlockLists` of `tiles`.
+        block_lists: Lists of key blocks per row: `BlockIndices`, or `BlockLists` of `tiles`.
         num_columns: C, the number of key blocks.
         with_slots: True to compute `ColumnLists.slots`.
     """
-    bitmap, counts = _make_bitmap(lists, num_columns)
+    bitmap, counts = _make_bitmap(block_lists, num_columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
     starts = starts.view_as(counts)
-    rows = lists.indices.new_empty(max(1, lists.indices.numel()))
+    rows = block_lists.indices.new_empty(max(1, block_lists.indices.numel()))
     slots = torch.empty_like(rows) if with_slots else None
-    _write_rows(bitmap, starts=starts, rows=rows, lists=lists, slots=slots)
+    _write_rows(bitmap, starts=starts, rows=rows, block_lists=block_lists, slots=slots)
     return ColumnLists(
         counts=counts, starts=starts, rows=rows, slots=rows if slots is None else slots
     )
 
 
-def transpose(lists: BlockIndices, num_columns: int) -> BlockIndices:
+def transpose(block_lists: BlockIndices, num_columns: int) -> BlockIndices:
     """Compute `BlockIndices.transpose` on the GPU.
 
     The allocated width of the result is the number of rows. If the result would then need more than
@@ -73,40 +75,42 @@ def transpose(lists: BlockIndices, num_columns: int) -> BlockIndices:
     While a CUDA graph is captured, the width is always the number of rows.
 
     Args:
-        lists: Lists of key blocks per row.
+        block_lists: Lists of key blocks per row.
         num_columns: C, the number of key blocks.
     """
-    batch, heads, num_rows = lists.counts.shape
+    batch, heads, num_rows = block_lists.counts.shape
     is_capturing_graph = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    has_max_width = (
+    has_entry_per_row = (
         is_capturing_graph or 4 * batch * heads * num_columns * num_rows <= MAX_WIDE_LISTS_BYTES
     )
-    bitmap, counts = _make_bitmap(lists, num_columns)
-    width = num_rows if has_max_width else max(1, int(counts.max()))
-    starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
-    indices = lists.indices.new_zeros((*counts.shape, width))
-    _write_rows(bitmap, starts=starts.view_as(counts), rows=indices, lists=lists, slots=None)
+    bitmap, counts = _make_bitmap(block_lists, num_columns)
+    list_width = num_rows if has_entry_per_row else max(1, int(counts.max()))
+    starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * list_width
+    indices = block_lists.indices.new_zeros((*counts.shape, list_width))
+    _write_rows(
+        bitmap, starts=starts.view_as(counts), rows=indices, block_lists=block_lists, slots=None
+    )
     return BlockIndices(counts, indices)
 
 
-def _make_bitmap(lists: BlockIndices, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return the bitmap of ``lists``, and the number of rows that list each key block.
+def _make_bitmap(block_lists: BlockIndices, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return the bitmap of ``block_lists``, and the number of rows that list each key block.
 
     Returns:
         bitmap: int32 [B, P, C, words]. Bit r % 32 of word r // 32 is set if row r lists the block.
         counts: int32 [B, P, C].
     """
-    batch, heads, num_rows = lists.counts.shape
+    batch, heads, num_rows = block_lists.counts.shape
     num_words = triton.cdiv(num_rows, WORD_BITS)
-    bitmap = lists.indices.new_zeros(batch, heads, num_columns, num_words)
-    counts = lists.counts.new_empty(batch, heads, num_columns)
-    if lists.width:
+    bitmap = block_lists.indices.new_zeros(batch, heads, num_columns, num_words)
+    counts = block_lists.counts.new_empty(batch, heads, num_columns)
+    if block_lists.width:
         _mark_kernel[(num_rows, batch * heads)](
-            counts=lists.counts,
-            indices=lists.indices,
+            counts=block_lists.counts,
+            indices=block_lists.indices,
             bitmap=bitmap,
             num_rows=num_rows,
-            width=lists.width,
+            width=block_lists.width,
             num_columns=num_columns,
             num_words=num_words,
             ENTRIES_PER_CHUNK=ENTRIES_PER_CHUNK,
@@ -124,15 +128,15 @@ def _make_bitmap(lists: BlockIndices, num_columns: int) -> tuple[Tensor, Tensor]
 
 
 def _write_rows(
-    bitmap: Tensor, *, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None
+    bitmap: Tensor, *, starts: Tensor, rows: Tensor, block_lists: BlockIndices, slots: Tensor | None
 ) -> None:
     """Write the rows of every key block, ascending, to ``rows``.
 
     Args:
-        bitmap: int32 [B, P, C, words], the bitmap of ``lists``.
+        bitmap: int32 [B, P, C, words], the bitmap of ``block_lists``.
         starts: int64 [B, P, C], index of each key block's first row in the flat ``rows``.
         rows: int32, receives the rows; its shape depends on ``starts``.
-        lists: Lists of key blocks per row.
+        block_lists: Lists of key blocks per row.
         slots: int32, shape of ``rows``, receives the index of the key block in the list of each
             row; None if not needed.
     """
@@ -142,12 +146,12 @@ def _write_rows(
         starts=starts,
         rows=rows,
         slots=slots,
-        list_counts=lists.counts,
-        list_indices=lists.indices,
+        list_counts=block_lists.counts,
+        list_indices=block_lists.indices,
         num_columns=num_columns,
         num_words=num_words,
-        num_rows=lists.counts.shape[2],
-        width=lists.width,
+        num_rows=block_lists.counts.shape[2],
+        width=block_lists.width,
         ENTRIES_PER_CHUNK=ENTRIES_PER_CHUNK,
         num_warps=1,
     )

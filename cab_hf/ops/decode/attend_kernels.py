@@ -82,7 +82,7 @@ def _attend(
     group_size, num_rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     slots = slots if slots.stride(-1) == 1 else slots.contiguous()
-    padding_mask, padding_mask_stride, first_token = launch.padding_arguments(padding_mask)
+    padding_mask, padding_mask_stride, first_token = launch.make_padding_arguments(padding_mask)
     num_key_splits = max(MIN_SPLITS, min(MAX_SPLITS, TARGET_PROGRAMS // num_rows))
     # additional programs estimate the contribution of the keys that are not selected (unread keys)
     num_mean_splits = NUM_MEAN_VALUES.value // MEAN_VALUES_PER_PROGRAM
@@ -125,7 +125,7 @@ def _attend(
             PRECISION=choose_precision(q),
             num_warps=NUM_ATTEND_WARPS,
             num_stages=NUM_ATTEND_STAGES,
-            **launch.pdl_options(q),
+            **launch.make_pdl_options(q),
         )
         _merge_splits_kernel[(num_rows, group_size)](
             max_logits_ptr=max_logits,
@@ -139,7 +139,7 @@ def _attend(
             BLOCK_SPLITS=SPLITS_PER_ITERATION,
             BLOCK_V=triton.next_power_of_2(value_dim),
             num_warps=4,
-            **launch.pdl_options(q),
+            **launch.make_pdl_options(q),
         )
     return out
 

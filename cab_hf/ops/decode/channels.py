@@ -21,7 +21,7 @@ class ChannelHalves(NamedTuple):
 
     @classmethod
     @lru_cache
-    def of(cls, channels: tuple[int, ...], dim: int) -> ChannelHalves:
+    def from_channels(cls, channels: tuple[int, ...], dim: int) -> ChannelHalves:
         """Split the scored channels into two ranges.
 
         A single range is cut into halves. The last channel of an odd number is dropped. The result

@@ -27,7 +27,7 @@ from torch import Tensor
 from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import LOG2_E, make_vectors
 from cab_hf.ops.decode.channels import ChannelHalves
-from cab_hf.ops.decode.index_kernel import make_token_scalars
+from cab_hf.ops.decode.index_kernel import make_per_token_argument
 from cab_hf.ops.decode.packed import (
     MIN_DOT_COLUMNS,
     compute_key_products,
@@ -100,17 +100,17 @@ def _choose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `choose`, and return the fields of the `Choice`: (slots, counts, unread_logit)."""
     key_bytes = codes.shape[3]
-    channel_halves = ChannelHalves.of(tuple(channels), q.shape[3])
+    channel_halves = ChannelHalves.from_channels(tuple(channels), q.shape[3])
     q = q if q.stride(-1) == 1 else q.contiguous()
     codes = codes if codes.stride()[2:] == (key_bytes, 1) else codes.contiguous()
     key_scales = key_scales if key_scales.stride(2) == 1 else key_scales.contiguous()
     num_keys = num_keys.expand(len(q)).contiguous()
-    padding_mask, padding_mask_stride, first_token = launch.padding_arguments(padding_mask)
+    padding_mask, padding_mask_stride, first_token = launch.make_padding_arguments(padding_mask)
     # arguments of both kernels that score keys
     scoring_arguments = {
         "q": make_vectors(q),
         "codes": make_vectors(codes),
-        "key_scales": make_token_scalars(key_scales),
+        "key_scales": make_per_token_argument(key_scales),
         "length_ptr": length,
         "padding_mask_ptr": padding_mask,
         "padding_mask_stride": padding_mask_stride,
@@ -120,7 +120,7 @@ def _choose(
         "GROUP_SIZE": q.shape[1] // codes.shape[1],
         "HAS_PTX": launch.has_ptx(q),
         **channel_halves.constexpr_arguments,
-        **launch.pdl_options(q),
+        **launch.make_pdl_options(q),
     }
     with on_device_of(q):
         thresholds, unread_logit = _find_thresholds(
@@ -195,7 +195,7 @@ def _find_thresholds(
         HAS_PTX=launch.has_ptx(q),
         BLOCK_N=triton.next_power_of_2(sample_keys),
         num_warps=NUM_THRESHOLD_WARPS,
-        **launch.pdl_options(q),
+        **launch.make_pdl_options(q),
     )
     return thresholds, unread_logit
 
@@ -250,7 +250,7 @@ def _list_keys(
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         BLOCK_N=min(LISTED_KEYS_PER_ITERATION, keys_per_program),
         num_warps=4,
-        **launch.pdl_options(q),
+        **launch.make_pdl_options(q),
     )
     return slots, counts
 

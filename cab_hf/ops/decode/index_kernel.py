@@ -60,14 +60,14 @@ def _write_index(
     codes: Tensor, key_scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
     batch, heads, length, dim = k.shape
-    channel_halves = ChannelHalves.of(tuple(channels), dim)
+    channel_halves = ChannelHalves.from_channels(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
     block_n = min(KEYS_PER_PROGRAM, triton.next_power_of_2(length))
     with on_device_of(k):
         _index_kernel[(triton.cdiv(length, block_n), batch * heads)](
             k=make_vectors(k),
             codes=make_vectors(codes),
-            key_scales=make_token_scalars(key_scales),
+            key_scales=make_per_token_argument(key_scales),
             start_ptr=start,
             heads=heads,
             length=length,
@@ -76,12 +76,12 @@ def _write_index(
             BLOCK_C=triton.next_power_of_2(channel_halves.half_size),
             D=dim,
             CHUNK_D=min(CHECKED_CHANNELS_PER_ITERATION, triton.next_power_of_2(dim)),
-            USE_PDL=launch.pdl_options(k)["USE_PDL"],
+            USE_PDL=launch.make_pdl_options(k)["USE_PDL"],
             num_warps=4,
         )
 
 
-def make_token_scalars(x: Tensor) -> Vectors:
+def make_per_token_argument(x: Tensor) -> Vectors:
     """Return x [B, H, N], one number per token, as an argument of kernels."""
     batch_stride, head_stride, token_stride = x.stride()
     return Vectors(x, batch_stride=batch_stride, head_stride=head_stride, token_stride=token_stride)

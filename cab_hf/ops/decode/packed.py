@@ -92,9 +92,9 @@ def _make_block_diagonal(
     The shape is [BLOCK_G, BLOCK_C] for x, and [KEYS_PER_ROW * BLOCK_C, KEYS_PER_ROW * BLOCK_G] for
     the result.
     """
-    row_key = tl.arange(0, KEYS_PER_ROW)[:, None, None, None]
-    column_key = tl.arange(0, KEYS_PER_ROW)[None, None, :, None]
-    x = tl.where(row_key == column_key, x[None, :, None, :], 0.0).to(tl.int8)
+    key_of_row_block = tl.arange(0, KEYS_PER_ROW)[:, None, None, None]
+    key_of_column_block = tl.arange(0, KEYS_PER_ROW)[None, None, :, None]
+    x = tl.where(key_of_row_block == key_of_column_block, x[None, :, None, :], 0.0).to(tl.int8)
     return tl.trans(tl.reshape(x, (KEYS_PER_ROW * BLOCK_G, KEYS_PER_ROW * BLOCK_C)))
 
 

@@ -66,12 +66,12 @@ LOG2_E = 1.4426950408889634
 
 
 @functools.cache
-def copy_heads_to_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
+def copy_heads_to_device(head_indices: tuple[int, ...], device: torch.device) -> Tensor:
     """Return head indices as an int32 tensor on ``device``.
 
     The result is cached. A copy to the device is a device sync, which a CUDA graph cannot capture.
     """
-    return torch.tensor(heads, dtype=torch.int32, device=device)
+    return torch.tensor(head_indices, dtype=torch.int32, device=device)
 
 
 class Index(NamedTuple):
@@ -187,19 +187,23 @@ class Choice(NamedTuple):
         slots = self.slots.expand(batch, kv_heads, -1)
         return Choice(slots, self.counts.expand(batch, kv_heads), self.unread_logit)
 
-    def for_layer(self, device: torch.device, heads: tuple[int, ...] | None = None) -> Choice:
+    def map_to_layer(
+        self, device: torch.device, kv_head_map: tuple[int, ...] | None = None
+    ) -> Choice:
         """Return the choice for another layer that attends to the keys which this layer selected.
 
         The result has no ``unread_logit``.
 
         Args:
             device: Device of the other layer.
-            heads: For each KV head of the other layer, the index of the KV head of this choice
-                whose slots are used; None if head h uses the slots of head h.
+            kv_head_map: For each KV head of the other layer, the index of the KV head of this
+                choice whose slots are used; None if head h uses the slots of head h.
         """
         slots, counts = self.slots.to(device), self.counts.to(device)
-        if heads is not None:
-            slots, counts = (x[:, copy_heads_to_device(heads, device)] for x in (slots, counts))
+        if kv_head_map is not None:
+            slots, counts = (
+                x[:, copy_heads_to_device(kv_head_map, device)] for x in (slots, counts)
+            )
         return Choice(slots, counts, None)
 
 
@@ -293,8 +297,10 @@ def score_keys(
     is_nonfinite = index.scales.isinf() & is_visible
     is_always_read = is_always_read & ~is_nonfinite
     sample_stride = compute_sample_stride(num_slots)
-    is_in_run = torch.arange(num_slots, device=q.device) // KEYS_PER_RUN % sample_stride == 0
-    is_sampled = is_visible & ~is_always_read & ~is_nonfinite & is_in_run
+    is_in_sampled_run = (
+        torch.arange(num_slots, device=q.device) // KEYS_PER_RUN % sample_stride == 0
+    )
+    is_sampled = is_visible & ~is_always_read & ~is_nonfinite & is_in_sampled_run
 
     # logits [B, H_kv, group, N] of 8-bit queries and 4-bit keys
     queries = select_scored_channels(q, channels).unflatten(1, (kv_heads, group_size)).squeeze(3)
