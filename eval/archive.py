@@ -68,40 +68,48 @@ class ArchivedRun:
     @property
     def command(self) -> str:
         """The command lines of the run, as Markdown code."""
-        return self._paragraphs[-1]
+        return self._report_paragraphs[-1]
 
     @property
-    def _paragraphs(self) -> list[str]:
+    def _report_paragraphs(self) -> list[str]:
         return self.report.strip().split("\n\n")
 
     @property
-    def _figure_index(self) -> int:
-        """The index in `_paragraphs` of the paragraph that shows the figure."""
-        return next(i for i, text in enumerate(self._paragraphs) if CAPTION_PATTERN.match(text))
+    def _figure_paragraph_index(self) -> int:
+        """The index in `_report_paragraphs` of the paragraph that shows the figure."""
+        return next(
+            paragraph_index
+            for paragraph_index, paragraph in enumerate(self._report_paragraphs)
+            if CAPTION_PATTERN.match(paragraph)
+        )
 
     def tables(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return heading -> Markdown table, in the order of the report.
 
         ``rows`` is ignored: the report contains the tables.
         """
-        paragraphs, tables = self._paragraphs, {}
-        for heading, table in zip(paragraphs, paragraphs[1:], strict=False):
-            if table.startswith("|"):
-                tables[heading.lstrip("# ")] = table
+        paragraphs, tables = self._report_paragraphs, {}
+        for heading, paragraph_after in zip(paragraphs, paragraphs[1:], strict=False):
+            if paragraph_after.startswith("|"):
+                tables[heading.lstrip("# ")] = paragraph_after
         return tables
 
     def summary_sentences(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the sentences between the first table and the figure; ``rows`` is ignored."""
-        return self._paragraphs[2 : self._figure_index]
+        return self._report_paragraphs[2 : self._figure_paragraph_index]
 
     def notes(self, settings: Mapping[str, Any]) -> str:
         """Return the paragraphs after figure and tables, without config, device and command lines.
 
         ``settings`` is ignored.
         """
-        paragraphs = self._paragraphs
-        table_indices = [i for i, text in enumerate(paragraphs) if text.startswith("|")]
-        final_paragraphs = paragraphs[max([self._figure_index, *table_indices]) + 1 :]
+        paragraphs = self._report_paragraphs
+        table_indices = [
+            paragraph_index
+            for paragraph_index, paragraph in enumerate(paragraphs)
+            if paragraph.startswith("|")
+        ]
+        final_paragraphs = paragraphs[max([self._figure_paragraph_index, *table_indices]) + 1 :]
         return "\n\n".join(
-            text for text in final_paragraphs if not text.startswith(ORIGIN_PREFIXES)
+            paragraph for paragraph in final_paragraphs if not paragraph.startswith(ORIGIN_PREFIXES)
         )

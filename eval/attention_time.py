@@ -180,7 +180,7 @@ def make_sparse_functions(
         Two functions without arguments; None if the layer attends densely with ``config``.
     """
     q, k, v = call.q, call.k, call.v
-    workload = Workload.of(q, k, v, (config.query_block, config.key_block))
+    workload = Workload.from_tensors(q, k, v, (config.query_block, config.key_block))
     chosen_route = route(call.mask, config, workload, is_sparse=True, layer=call.layer)
     if chosen_route.method != "sparse":
         return None

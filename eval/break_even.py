@@ -95,7 +95,7 @@ def measure_speedup(q: Tensor, k: Tensor, v: Tensor, q_length: int, num_runs: in
     """
     config, kv_length = CabConfig(min_length=0), k.shape[2]
     q = q[:, :, kv_length - q_length :]
-    workload = Workload.of(q, k, v, block_sizes(config))
+    workload = Workload.from_tensors(q, k, v, block_sizes(config))
 
     def make_call(is_sparse: bool) -> Callable[[], Tensor]:
         def attend() -> Tensor:

@@ -437,14 +437,14 @@ def _write_files(
     cell_field_names = [
         name for name in experiment_class.CASE_FIELDS if name not in REPETITION_FIELDS
     ]
-    if cells := report.group_rows(failures, cell_field_names):
+    if failed_cells := report.group_rows(failures, cell_field_names):
         record["failed"] = [
             {
-                **{name: cell[0][name] for name in cell_field_names},
-                "cases": len(cell),
-                "why": _join_reasons(experiment_class, cell),
+                **{name: cell_failures[0][name] for name in cell_field_names},
+                "cases": len(cell_failures),
+                "why": _join_reasons(experiment_class, cell_failures),
             }
-            for cell in cells
+            for cell_failures in failed_cells
         ]
     rows = _compute_rows(experiment_class, samples, record["settings"], out / SAMPLES_FILE)
     # turn tuples into lists, so that report and figure see the rows as results.json contains them

@@ -286,8 +286,10 @@ class Fidelity(LongRun):
                 return Reading(tokens, ((prompt_length, length),), prompt_length)
             if probe == PERPLEXITY:
                 return Reading(tokens, ((length // 2, length),))
-            border = settings.border
-            block_starts = range(-(-length // 2 // border) * border, length, border)
+            border_interval = settings.border_interval_tokens
+            block_starts = range(
+                -(-length // 2 // border_interval) * border_interval, length, border_interval
+            )
             return Reading(tokens, tuple((start, start + 1) for start in block_starts))
         with convert_value_errors("lengths"):
             return self._make_question_reading(probe, document_arguments)
@@ -309,9 +311,9 @@ class Fidelity(LongRun):
                 **document_arguments, num_keys=settings.asked
             )
             return Reading(document.tokens, document.answers, prompt_length)
-        border = settings.border if probe == RECALL_BORDER else 1
+        border_interval = settings.border_interval_tokens if probe == RECALL_BORDER else 1
         document = make_recall_document(
-            **document_arguments, num_keys=settings.keys, answer_alignment=border
+            **document_arguments, num_keys=settings.keys, answer_alignment=border_interval
         )
         return Reading(document.tokens, document.answers)
 
@@ -351,7 +353,7 @@ class Fidelity(LongRun):
             if probe in supported_probes and (probe in PASSKEY_PROBES or not hides_needle)
             for sample in samples_by_probe.get(probe, document_samples)
         ]
-        if self.clock is not None and not hides_needle and not has_dense_prefill:
+        if self.attention_clock is not None and not hides_needle and not has_dense_prefill:
             questions.append({"probe": TIME, "depth": None, "index": 0})
         return questions
 
@@ -427,7 +429,7 @@ class Fidelity(LongRun):
         return average_sparse_density(select_density_samples(matched_samples))
 
     @cached_property
-    def clock(self) -> AttentionClock | None:
+    def attention_clock(self) -> AttentionClock | None:
         """The clock for attention in all layers of the model; None if the run measures no times."""
         device = self.settings.device
         bench = make_layer_bench(device)
@@ -461,10 +463,14 @@ class Fidelity(LongRun):
         config = settings.configs.get(method_name, settings.configs[settings.match])
         if not self.is_matched_by_time(case):
             return self.fit_method(find_method_class(method_name), config, case, text_key)
-        clock, model, tokens = self.clock, self.model, self.get_fitting_tokens(text_key)
+        attention_clock, model, tokens = (
+            self.attention_clock,
+            self.model,
+            self.get_fitting_tokens(text_key),
+        )
 
         def measure_ms(config: CabConfig) -> float:
-            return get_attention_ms(clock.time(model, tokens, config))
+            return get_attention_ms(attention_clock.time(model, tokens, config))
 
         method = self.fit_method(
             find_method_class(method_name), config, case, text_key, measure_time_ms=measure_ms
@@ -487,7 +493,9 @@ class Fidelity(LongRun):
         if case["probe"] == TIME:
             tokens = self.get_fitting_tokens((case["text"], case["length"]))
             with convert_value_errors("model"):
-                result = self.clock.time(self.model, tokens, getattr(method, "config", None))
+                result = self.attention_clock.time(
+                    self.model, tokens, getattr(method, "config", None)
+                )
             if is_timed:
                 result["match_ms"] = case["fitted"]
         else:
@@ -524,7 +532,9 @@ class Fidelity(LongRun):
         reading = self.make_reading(
             text=text, length=length, probe=probe, depth=None, index=indices[0]
         )
-        return compute_predictions(self.model, reading, chunk=self.settings.chunk).cpu()
+        return compute_predictions(
+            self.model, reading, chunk=self.settings.dense_chunk_tokens
+        ).cpu()
 
     def get_dense_predictions(self, case: Mapping[str, Any]) -> Tensor:
         """Return the cached predictions of dense attention for one case."""
@@ -539,7 +549,7 @@ class Fidelity(LongRun):
         # CAB needs no special cache: in these probes, tokens after a prompt attend to all keys
         cache = None if type(method) is Cab else method.make_cache(self.model)
         prediction_options = {
-            "chunk": settings.chunk,
+            "chunk": settings.dense_chunk_tokens,
             "cache": cache,
             "prefill_chunk": settings.prefill_chunk,
         }
@@ -604,7 +614,9 @@ class Fidelity(LongRun):
                 return {
                     "cases": [
                         score_spans(
-                            sequence_logits[torch.tensor(reading.positions) - prompt_length],
+                            sequence_logits[
+                                torch.tensor(reading.predicted_positions) - prompt_length
+                            ],
                             reading,
                         )
                         for sequence_logits, reading in zip(logits, readings, strict=True)
@@ -643,7 +655,7 @@ class Fidelity(LongRun):
     def notes(settings: Mapping[str, Any]) -> str:
         prefill_chunk = settings.get("prefill_chunk")
         configs = settings["cab_configs"].values()
-        border = find_border(config.get("query_block", 0) for config in configs)
+        border_interval = find_border(config.get("query_block", 0) for config in configs)
         sentences = (
             [f"Prompts are read in chunks of {prefill_chunk:,} tokens."] if prefill_chunk else []
         )
@@ -656,7 +668,7 @@ class Fidelity(LongRun):
         sentences.append(
             f"{REPORT_NOTES} At block starts it does not: the answer there starts with the first "
             "of "
-            f"{border} tokens that form whole query blocks."
+            f"{border_interval} tokens that form whole query blocks."
         )
         return " ".join(sentences)
 

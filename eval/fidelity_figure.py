@@ -77,16 +77,22 @@ def draw_figure(path: Path, rows: Sequence[Row]) -> None:
     figure_size = (max(7.2, 3.6 * sum(panel_widths)), 0.9 + 2.9 * len(rows_by_text))
     grid_options = {"figsize": figure_size, "width_ratios": panel_widths}
     with charts.figure(path, len(rows_by_text), len(panels), **grid_options) as axes:
-        for row_of_axes, text_rows in zip(axes, rows_by_text, strict=True):
-            for axis, (probe, (title, fields)) in zip(row_of_axes, panels.items(), strict=True):
+        for row_of_axes, rows_of_text in zip(axes, rows_by_text, strict=True):
+            for axis, (probe, (probe_title, estimate_fields)) in zip(
+                row_of_axes, panels.items(), strict=True
+            ):
                 if probe == probes.ALL_TASKS:
-                    _draw_tasks(axis, text_rows, task_titles, styles)
+                    _draw_tasks(axis, rows_of_text, task_titles, styles)
                 else:
                     _draw_probe(
-                        axis=axis, rows=text_rows, probe=probe, fields=fields, styles=styles
+                        axis=axis,
+                        rows=rows_of_text,
+                        probe=probe,
+                        fields=estimate_fields,
+                        styles=styles,
                     )
-                panel_text = f"{text_rows[0]['text']}, {text_rows[0]['length']:,} tokens"
-                axis.set_title(f"{title}\n{panel_text}", fontsize=9, parse_math=False)
+                panel_text = f"{rows_of_text[0]['text']}, {rows_of_text[0]['length']:,} tokens"
+                axis.set_title(f"{probe_title}\n{panel_text}", fontsize=9, parse_math=False)
         handle_by_label = {}
         for axis in axes.flat:
             handles, labels = axis.get_legend_handles_labels()

@@ -151,13 +151,13 @@ def _make_row(cell: Sequence[Row], dense_by_question: Mapping[tuple, Row]) -> di
     compared_by_question = {} if method == Dense.name else dense_by_question
     for probe in PROBES:
         samples = [s for s in cell if s["probe"] == probe]
-        pairs = [
+        dense_pairs = [
             (s, compared_by_question[get_question(s)])
             for s in samples
             if get_question(s) in compared_by_question
         ]
         if samples:
-            row[probe] = SCORERS.get(probe, _score_answers)(samples, pairs)
+            row[probe] = SCORERS.get(probe, _score_answers)(samples, dense_pairs)
     return row
 
 
@@ -196,27 +196,31 @@ def _make_time_fields(cell: Sequence[Row]) -> dict[str, Any]:
 # attention) for each question that both methods answered.
 
 
-def _score_perplexity(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+def _score_perplexity(
+    samples: Sequence[Row], dense_pairs: Sequence[tuple[Row, Row]]
+) -> dict[str, Any]:
     """Return the perplexity over all tokens, and its ratio to dense.
 
-    The ratio is the geometric mean over the documents of ``pairs``, equally weighted.
+    The ratio is the geometric mean over the documents of ``dense_pairs``, equally weighted.
     """
     total_nll, num_tokens = (sum(s[name] for s in samples) for name in ("nll", "count"))
     fields = {"n": len(samples), "tokens": num_tokens, "value": math.exp(total_nll / num_tokens)}
-    if not pairs:
+    if not dense_pairs:
         return fields
-    mean_nlls = [s["nll"] / s["count"] for s, _ in pairs]
-    dense_mean_nlls = [dense_sample["nll"] / dense_sample["count"] for _, dense_sample in pairs]
-    ratio = math.exp(fmean(mean_nlls) - fmean(dense_mean_nlls))
-    fields |= {"pairs": len(pairs), "ratio": ratio}
-    if len(pairs) > 1:
+    mean_nlls = [s["nll"] / s["count"] for s, _ in dense_pairs]
+    dense_mean_nlls = [
+        dense_sample["nll"] / dense_sample["count"] for _, dense_sample in dense_pairs
+    ]
+    perplexity_ratio = math.exp(fmean(mean_nlls) - fmean(dense_mean_nlls))
+    fields |= {"pairs": len(dense_pairs), "ratio": perplexity_ratio}
+    if len(dense_pairs) > 1:
         _, low, high = mean_difference(mean_nlls, dense_mean_nlls)
         fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
     return fields
 
 
 def _score_continuations(
-    samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]
+    samples: Sequence[Row], dense_pairs: Sequence[tuple[Row, Row]]
 ) -> dict[str, Any]:
     """Return the KL divergence per token, and the fields of `_score_perplexity`.
 
@@ -229,10 +233,14 @@ def _score_continuations(
         # a divergence is never below 0
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     num_agreed, num_tokens = (sum(s[name] for s in samples) for name in ("agree", "count"))
-    return {**fields, "agreement": num_agreed / num_tokens, **_score_perplexity(samples, pairs)}
+    return {
+        **fields,
+        "agreement": num_agreed / num_tokens,
+        **_score_perplexity(samples, dense_pairs),
+    }
 
 
-def _score_turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+def _score_turns(samples: Sequence[Row], dense_pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Return the result of `_score_continuations` for all turns together, and more fields.
 
     ``turns`` contains the result of `_score_continuations` for each turn. ``growth`` is the mean
@@ -241,7 +249,7 @@ def _score_turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> di
     turn_results = [
         _score_continuations(
             [s["turns"][turn] for s in samples],
-            [(s["turns"][turn], dense_sample["turns"][turn]) for s, dense_sample in pairs],
+            [(s["turns"][turn], dense_sample["turns"][turn]) for s, dense_sample in dense_pairs],
         )
         for turn in range(NUM_TURNS)
     ]
@@ -253,34 +261,37 @@ def _score_turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> di
         growth_fields = dict(
             zip(GROWTH_FIELDS, mean_difference(last_turn_kls, first_turn_kls), strict=True)
         )
-    return {**_score_continuations(samples, pairs), "turns": turn_results, **growth_fields}
+    return {**_score_continuations(samples, dense_pairs), "turns": turn_results, **growth_fields}
 
 
 def _score_generated_tokens(
-    samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]
+    samples: Sequence[Row], dense_pairs: Sequence[tuple[Row, Row]]
 ) -> dict[str, Any]:
     """Return the number of continuations that equal that of dense attention, and more fields.
 
     ``prefix`` is the mean number of tokens before the first difference to dense attention.
     """
     fields = {"n": len(samples), "tokens": len(samples[0]["written"])}
-    if not pairs:
+    if not dense_pairs:
         return fields
     prefix_lengths = [
-        common_prefix_length(s["written"], dense_sample["written"]) for s, dense_sample in pairs
+        common_prefix_length(s["written"], dense_sample["written"])
+        for s, dense_sample in dense_pairs
     ]
-    num_equal = sum(s["written"] == dense_sample["written"] for s, dense_sample in pairs)
-    low, high = wilson_interval(num_equal, len(pairs))
-    fields |= {"pairs": len(pairs), "equal": num_equal, "low": low, "high": high}
-    return {**fields, "share": num_equal / len(pairs), "prefix": fmean(prefix_lengths)}
+    num_equal = sum(s["written"] == dense_sample["written"] for s, dense_sample in dense_pairs)
+    low, high = wilson_interval(num_equal, len(dense_pairs))
+    fields |= {"pairs": len(dense_pairs), "equal": num_equal, "low": low, "high": high}
+    return {**fields, "share": num_equal / len(dense_pairs), "prefix": fmean(prefix_lengths)}
 
 
-def _score_answers(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+def _score_answers(
+    samples: Sequence[Row], dense_pairs: Sequence[tuple[Row, Row]]
+) -> dict[str, Any]:
     """Return the share of right answers over all keys, and its difference and ratio to dense."""
     outcomes = [is_right for s in samples for is_right in s["right"]]
     paired_outcomes = [
         outcome
-        for s, dense_sample in pairs
+        for s, dense_sample in dense_pairs
         for outcome in zip(s["right"], dense_sample["right"], strict=True)
     ]
     fields = compare_shares(outcomes, paired_outcomes)
@@ -306,13 +317,13 @@ def _divide_by_noise_floor(rows: Sequence[dict[str, Any]]) -> None:
     `Full` selects every block, so that its KL is the effect of different rounding in the kernels.
     """
     decode_rows = [row for row in rows if row.get(DECODE) and row["method"] != Dense.name]
-    floor_by_text = {
+    noise_floor_by_text = {
         get_text_key(row): row[DECODE]["kl"] for row in decode_rows if row["method"] == Full.name
     }
     for row in decode_rows:
-        floor = floor_by_text.get(get_text_key(row), 0.0)
-        if floor > 0:
-            row[DECODE]["over_floor"] = row[DECODE]["kl"] / floor
+        noise_floor_kl = noise_floor_by_text.get(get_text_key(row), 0.0)
+        if noise_floor_kl > 0:
+            row[DECODE]["over_floor"] = row[DECODE]["kl"] / noise_floor_kl
 
 
 def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
@@ -320,9 +331,9 @@ def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
 
     These are the tasks that at least one row of the text and length has.
     """
-    for text_rows in group_rows(rows, ["text", "length"]):
-        tasks = [name for name in TASKS if any(name in row for row in text_rows)]
-        for row in text_rows:
+    for rows_of_text in group_rows(rows, ["text", "length"]):
+        tasks = [name for name in TASKS if any(name in row for row in rows_of_text)]
+        for row in rows_of_text:
             if tasks and row.keys() >= {*tasks}:
                 row[ALL_TASKS] = _average_tasks([row[name] for name in tasks])
 
@@ -374,8 +385,8 @@ def make_tables(rows: Sequence[Row]) -> dict[str, str]:
         if field is None or any(row.get(field) for row in rows)
     }
     return {
-        f"On {escape_markdown(text_rows[0]['text'])}": markdown_table(text_rows, columns)
-        for text_rows in group_rows(rows, ["text"])
+        f"On {escape_markdown(rows_of_text[0]['text'])}": markdown_table(rows_of_text, columns)
+        for rows_of_text in group_rows(rows, ["text"])
     }
 
 
@@ -449,10 +460,10 @@ def _format_milliseconds(row: Row) -> str | None:
     if row.get("attend_ms") is None:
         return None
     estimate_mark = "~" if "predict_reported" in row else ""
-    stages = (
+    stages_text = (
         f"{estimate_mark}{format_digits(row['predict_ms'])} + {format_digits(row['attend_ms'])}"
     )
-    return f"{format_digits(get_attention_ms(row))} ({stages})"
+    return f"{format_digits(get_attention_ms(row))} ({stages_text})"
 
 
 def _format_time_ratio(row: Row) -> str | None:

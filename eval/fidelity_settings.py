@@ -83,14 +83,14 @@ def parse_cab_config(variant_fields: str | Mapping[str, Any]) -> CabConfig:
         json_content = json.loads(Path(variant_fields).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields ({error}).") from None
-    fields = (
+    config_fields = (
         json_content.get("cab_config", json_content)
         if isinstance(json_content, dict)
         else json_content
     )
     # the min_length of a saved config may exceed the lengths of the run, whose attention would be
     # dense
-    return CabConfig.from_dict(fields).changed(min_length=0)
+    return CabConfig.from_dict(config_fields).changed(min_length=0)
 
 
 def parse_variant(variant: str) -> dict[str, Any]:
@@ -281,8 +281,14 @@ class Settings(LongRunSettings):
             require_setting(name, getattr(self, name) > 0, "at least 1")
         require_setting("keys", 1 <= self.keys <= len(PERSON_NAMES), f"1 to {len(PERSON_NAMES)}")
         require_setting("asked", 0 <= self.asked <= len(PERSON_NAMES), f"0 to {len(PERSON_NAMES)}")
-        has_borders = all(self.border % config.query_block == 0 for config in self.configs.values())
-        requirement = f"without probes at block starts if query blocks do not divide {self.border}"
+        has_borders = all(
+            self.border_interval_tokens % config.query_block == 0
+            for config in self.configs.values()
+        )
+        requirement = (
+            "without probes at block starts if query blocks do not divide "
+            f"{self.border_interval_tokens}"
+        )
         needs_borders = {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
         require_setting("probes", has_borders or not needs_borders, requirement)
 
@@ -316,7 +322,7 @@ class Settings(LongRunSettings):
         return {Path(text).stem: None if text == NOISE_TEXT_NAME else text for text in self.texts}
 
     @property
-    def border(self) -> int:
+    def border_interval_tokens(self) -> int:
         """Tokens between positions at which a query block starts in every config."""
         return find_border(config.query_block for config in self.configs.values())
 
@@ -329,22 +335,24 @@ class Settings(LongRunSettings):
     def configs(self) -> dict[str, CabConfig]:
         """The configs by method: ``cab`` from ``--cab``, and ``cab:NAME`` from ``--variant``."""
         config_by_method = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
-        variants = chain.from_iterable(parse_variant(text).items() for text in self.variant)
-        for name, fields in variants:
+        variants = chain.from_iterable(
+            parse_variant(variant_text).items() for variant_text in self.variant
+        )
+        for name, variant_fields in variants:
             require(
                 settings=self,
                 field_name="variant",
                 condition=VARIANT_NAME_PATTERN.fullmatch(name)
-                and isinstance(fields, (str, Mapping))
-                and fields,
+                and isinstance(variant_fields, (str, Mapping))
+                and variant_fields,
                 requirement="NAME=field=value,... or NAME=FILE.json",
-                value=f"{name}={fields}",
+                value=f"{name}={variant_fields}",
             )
-            config_by_method[f"{Cab.name}:{name}"] = parse_cab_config(fields)
+            config_by_method[f"{Cab.name}:{name}"] = parse_cab_config(variant_fields)
         return {name: with_known_predictor(config) for name, config in config_by_method.items()}
 
     @cached_property
-    def chunk(self) -> int:
+    def dense_chunk_tokens(self) -> int:
         """The number of tokens after a prompt that are read per call.
 
         The number is smaller than the query block of every config, so that calls after a prompt

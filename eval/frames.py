@@ -199,8 +199,10 @@ def sort_by_label(rows: DataFrame, column: str, label_by_value: Mapping[Any, str
             "them, or change eval/pages.py."
         )
     rows = rows[rows[column].isin(list(label_by_value))]
-    rank = rows[column].map(list(label_by_value).index)
-    return rows.assign(label=rows[column].map(label_by_value)).iloc[rank.argsort(kind="stable")]
+    label_rank = rows[column].map(list(label_by_value).index)
+    return rows.assign(label=rows[column].map(label_by_value)).iloc[
+        label_rank.argsort(kind="stable")
+    ]
 
 
 def get_only_row(rows: DataFrame, **value_by_column: Any) -> Series:

@@ -196,8 +196,8 @@ class Haystack:
             # count the tokens after another sentence, because some tokenizers put an additional
             # token, such as a space, before the first word of every string
             first_tokens, joined_tokens = (
-                len(self.tokenizer(string, add_special_tokens=False)["input_ids"])
-                for string in (NOISE_SENTENCES[0], f"{NOISE_SENTENCES[0]} {sentence}")
+                len(self.tokenizer(counted_text, add_special_tokens=False)["input_ids"])
+                for counted_text in (NOISE_SENTENCES[0], f"{NOISE_SENTENCES[0]} {sentence}")
             )
             self._token_counts[sentence] = joined_tokens - first_tokens
         return self._token_counts[sentence]
@@ -262,8 +262,8 @@ class Haystack:
         # Start from the sum of the sentences' sizes. The rendered prompt may have a few tokens more
         # or fewer, so that the number of sentences is then corrected.
         num_sentences = sum(
-            end <= num_free_tokens
-            for end in accumulate(map(self._count_sentence_tokens, sentences))
+            cumulative_tokens <= num_free_tokens
+            for cumulative_tokens in accumulate(map(self._count_sentence_tokens, sentences))
         )
         while num_sentences and count_free_tokens(sentences[:num_sentences]) < 0:
             num_sentences -= 1
@@ -273,10 +273,10 @@ class Haystack:
             num_sentences += 1
         complete_sentences, next_words = sentences[:num_sentences], sentences[num_sentences].split()
         # a word has at least one token
-        for start in range(
+        for first_word in range(
             max(1, len(next_words) - count_free_tokens(complete_sentences)), len(next_words)
         ):
-            filler = [" ".join(next_words[start:]), *complete_sentences]
+            filler = [" ".join(next_words[first_word:]), *complete_sentences]
             if count_free_tokens(filler) >= 0:
                 return filler
         return complete_sentences

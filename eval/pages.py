@@ -607,12 +607,12 @@ def pool_runs(rows: DataFrame) -> Series:
     pooled_fields = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": perplexities}
     pooled_fields["density"] = rows["density"].mean()
     for probe in ("recall", "recall_border"):
-        counts = rows[[f"{probe}.correct", f"{probe}.n"]]
-        num_right, num_keys = map(int, counts.sum())
-        share = low = high = math.nan
-        if counts.notna().all(axis=None):
-            share, (low, high) = num_right / num_keys, wilson_interval(num_right, num_keys)
-        pooled_fields |= {probe: share, f"{probe}_low": low, f"{probe}_high": high}
+        answer_counts = rows[[f"{probe}.correct", f"{probe}.n"]]
+        num_right, num_keys = map(int, answer_counts.sum())
+        recall_share = low = high = math.nan
+        if answer_counts.notna().all(axis=None):
+            recall_share, (low, high) = num_right / num_keys, wilson_interval(num_right, num_keys)
+        pooled_fields |= {probe: recall_share, f"{probe}_low": low, f"{probe}_high": high}
     for probe in ("perplexity", "perplexity_border"):
         run_perplexities = rows[f"{probe}.value"]
         pooled_fields[probe] = (

@@ -45,7 +45,7 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import average_sparse_density
 from cab_hf.eval.report import format_difference, format_with_interval, group_rows, markdown_table
-from cab_hf.experiment.models import greedy_generation
+from cab_hf.experiment.models import use_greedy_generation
 from cab_hf.experiment.provenance import file_identity
 from cab_hf.experiment.settings import (
     by_device,
@@ -53,7 +53,7 @@ from cab_hf.experiment.settings import (
     option,
     parse_length,
     require,
-    spell,
+    spell_value,
 )
 
 MAX_ANSWER_TOKENS = 8  # tokens of an answer: five digits, and some tokens around them
@@ -79,7 +79,7 @@ get_question_key = itemgetter("length", "keys", "depth", "index")
 def format_depths_option(depths: Sequence[float]) -> str:
     """Return the value of ``--depths`` from which `parse_depths` reads ``depths``."""
     num_depths = str(len(depths))
-    return num_depths if parse_depths(num_depths) == tuple(depths) else spell(depths)
+    return num_depths if parse_depths(num_depths) == tuple(depths) else spell_value(depths)
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class Passkey(LongRun):
         """Return the model's greedy answer to a prompt as text."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
-        with greedy_generation(model, MAX_ANSWER_TOKENS) as generation_config:
+        with use_greedy_generation(model, MAX_ANSWER_TOKENS) as generation_config:
             output_ids = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

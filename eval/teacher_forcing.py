@@ -35,7 +35,7 @@ class Reading(NamedTuple):
     prompt_length: int | None = None
 
     @property
-    def positions(self) -> list[int]:
+    def predicted_positions(self) -> list[int]:
         """The positions of all predicted tokens, in the order of ``predicted_ranges``."""
         return [position for start, end in self.predicted_ranges for position in range(start, end)]
 
@@ -71,7 +71,7 @@ def score_spans(logits: Tensor, reading: Reading) -> dict[str, list[bool]]:
         logits: logits that predict the tokens of all ranges, [positions, vocabulary].
         reading: the tokens and ranges.
     """
-    predicted_tokens = zip(reading.positions, logits.argmax(-1).tolist(), strict=True)
+    predicted_tokens = zip(reading.predicted_positions, logits.argmax(-1).tolist(), strict=True)
     wrong_positions = {
         position for position, token in predicted_tokens if token != reading.tokens[position]
     }
@@ -104,7 +104,7 @@ def compute_nll(model: Any, reading: Reading) -> dict[str, float | int]:
 
 def get_target_ids(reading: Reading, device: torch.device) -> Tensor:
     """Return the ids of the tokens in the ranges, int64 [positions]."""
-    return torch.tensor([reading.tokens[i] for i in reading.positions], device=device)
+    return torch.tensor([reading.tokens[i] for i in reading.predicted_positions], device=device)
 
 
 def predict_log_probs(model: Any, reading: Reading, **options: Any) -> Tensor:
@@ -166,13 +166,13 @@ def predict_logits(
     """
     ids = torch.tensor([reading.tokens], device=model.device)
     # the logits at position i predict the token at position i + 1
-    positions_before = torch.tensor(reading.positions, device=model.device) - 1
+    positions_before = torch.tensor(reading.predicted_positions, device=model.device) - 1
     if reading.prompt_length is None:
         return model(ids, logits_to_keep=positions_before, use_cache=False).logits[0]
-    if min(reading.positions) < reading.prompt_length:
+    if min(reading.predicted_positions) < reading.prompt_length:
         raise ValueError(
             f"positions must be after the prompt of {reading.prompt_length} tokens, got "
-            f"{min(reading.positions)}."
+            f"{min(reading.predicted_positions)}."
         )
     logits = predict_after_prompt(model, ids, reading.prompt_length, chunk, **options)
     return logits[0, positions_before - (reading.prompt_length - 1)]
@@ -321,7 +321,7 @@ def _prefill(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cached
         prefill_chunk: tokens per call; 0: all tokens in one call.
         num_cached: number of leading tokens that the cache contains already.
     """
-    with reading_prompt(ids.shape[1], start=num_cached):
+    with reading_prompt(ids.shape[1], num_cached_tokens=num_cached):
         for chunk_ids in ids[:, num_cached:].split(prefill_chunk or ids.shape[1], dim=1):
             output = read_with_cache(model, chunk_ids, cache, logits_to_keep=1)
             cache = get_cache(output)

@@ -38,12 +38,14 @@ BRIDGE_BLOCKS = (28, 5)
 BRIDGE_NORM = 12.0
 
 
-def random_qk_with_bridge() -> tuple[Tensor, Tensor]:
+def draw_qk_with_bridge() -> tuple[Tensor, Tensor]:
     """Return random q and k, [1, H, N, D] each, with the bridge."""
     q, k = torch.randn((2, 1, NUM_HEADS, NUM_TOKENS, HEAD_DIM))
-    direction = torch.nn.functional.normalize(torch.randn(HEAD_DIM), dim=0)
+    bridge_direction = torch.nn.functional.normalize(torch.randn(HEAD_DIM), dim=0)
     for head_tensor, block_index in zip((q, k), BRIDGE_BLOCKS, strict=True):
-        head_tensor[:, :, block_index * BLOCK_TOKENS + BLOCK_TOKENS // 2] = BRIDGE_NORM * direction
+        head_tensor[:, :, block_index * BLOCK_TOKENS + BLOCK_TOKENS // 2] = (
+            BRIDGE_NORM * bridge_direction
+        )
     return q, k
 
 
@@ -72,11 +74,11 @@ def main(arguments: list[str] | None = None) -> None:
     output_path = parser.parse_args(arguments).out
     torch.manual_seed(0)
 
-    q, k = random_qk_with_bridge()
-    for formula in ("forman", "additive"):
-        predictor = CoarseCurvaturePredictor(BLOCK_TOKENS, sparsity=0.9, formula=formula)
+    q, k = draw_qk_with_bridge()
+    for curvature_formula in ("forman", "additive"):
+        predictor = CoarseCurvaturePredictor(BLOCK_TOKENS, sparsity=0.9, formula=curvature_formula)
         is_kept, diagnostics = predictor(q, k, return_diagnostics=True)
-        print_density(formula, is_kept)
+        print_density(curvature_formula, is_kept)
     print_density(
         "adaptive additive", AdaptiveCurvaturePredictor(BLOCK_TOKENS, formula="additive")(q, k)
     )

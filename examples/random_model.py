@@ -34,14 +34,14 @@ LLAMA_3_8B = {
 }
 
 
-def main(folder, *assignments):
+def main(folder, *config_assignments):
     """Write the model and its tokenizer.
 
     Args:
         folder: the folder to write.
-        assignments: words ``field=value`` with fields of `LlamaConfig`.
+        config_assignments: words ``field=value`` with fields of `LlamaConfig`.
     """
-    config = LlamaConfig(**{**LLAMA_3_8B, **dict(map(parse_assignment, assignments))})
+    config = LlamaConfig(**{**LLAMA_3_8B, **dict(map(parse_assignment, config_assignments))})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):

@@ -21,7 +21,7 @@ MISFIT_ADVICE = (
 )
 WEIGHTS_FILE = "adapter_model.safetensors"
 # type of each field that `save_adapter` writes about the base model into `BASE_MODEL_FILE`
-BASE_FIELD_TYPES = {
+BASE_MODEL_FIELD_TYPES = {
     "sha256": str,
     "rope_parameters": dict,
     "max_position_embeddings": int,
@@ -84,24 +84,24 @@ def get_first_sentence(error: Exception) -> str:
     return first_line(error).partition(". ")[0]
 
 
-def read_base_fields(adapter_folder: Path) -> dict[str, Any]:
+def read_base_model_fields(adapter_folder: Path) -> dict[str, Any]:
     """Read the fields that `save_adapter` wrote about the base model of an adapter.
 
-    The types of the fields are those in `BASE_FIELD_TYPES`. The dict is empty if PEFT saved the
-    adapter without `save_adapter`.
+    The types of the fields are those in `BASE_MODEL_FIELD_TYPES`. The dict is empty if PEFT saved
+    the adapter without `save_adapter`.
     """
-    base_file = adapter_folder / run_models.BASE_MODEL_FILE
-    if not base_file.is_file():
+    base_model_file = adapter_folder / run_models.BASE_MODEL_FILE
+    if not base_model_file.is_file():
         return {}
     with convert_read_errors(adapter_folder, run_models.BASE_MODEL_FILE):
-        base_fields = json.loads(base_file.read_text("utf-8"))
-        for field, field_type in BASE_FIELD_TYPES.items():
-            if not isinstance(base_fields.get(field), field_type | None):
-                raise ValueError(f"{field} is {base_fields[field]!r}")
-    return base_fields
+        base_model_fields = json.loads(base_model_file.read_text("utf-8"))
+        for field_name, field_type in BASE_MODEL_FIELD_TYPES.items():
+            if not isinstance(base_model_fields.get(field_name), field_type | None):
+                raise ValueError(f"{field_name} is {base_model_fields[field_name]!r}")
+    return base_model_fields
 
 
-def check_base(
+def require_base_model(
     adapter_folder: Path, base: str, base_fields: Mapping[str, Any], recorded_base_name: str | None
 ) -> None:
     """Raise a UsageError unless ``adapter_folder`` was trained on the base model ``base``.
@@ -111,7 +111,7 @@ def check_base(
     Args:
         adapter_folder: folder of the adapter.
         base: name or folder of the base model.
-        base_fields: the result of `read_base_fields`.
+        base_fields: the result of `read_base_model_fields`.
         recorded_base_name: name of the base model in PEFT's config; None: the name is not checked.
     """
     if base_fields.get("sha256"):
@@ -172,13 +172,15 @@ def load_weights(peft_model: Any, adapter_folder: Path) -> list[str]:
             saved_weights[weight_name] = saved_weight_by_address[weight.data_ptr()]
     for weight_name in sorted(expected_weights.keys() | saved_weights.keys()):
         base_weight_phrase, adapter_weight_phrase = (
-            f"of shape {list(weights[weight_name].shape)}" if weight_name in weights else "missing"
-            for weights in (expected_weights, saved_weights)
+            f"of shape {list(weights_by_name[weight_name].shape)}"
+            if weight_name in weights_by_name
+            else "missing"
+            for weights_by_name in (expected_weights, saved_weights)
         )
         if base_weight_phrase != adapter_weight_phrase:
-            weight_path = weight_name.removeprefix("base_model.model.")
+            misfit_weight_name = weight_name.removeprefix("base_model.model.")
             misfit_reason = (
-                f"{weight_path} is {adapter_weight_phrase} in the adapter and "
+                f"{misfit_weight_name} is {adapter_weight_phrase} in the adapter and "
                 f"{base_weight_phrase} in the base"
             )
             raise make_misfit_error(adapter_folder, peft_model, misfit_reason)
@@ -213,10 +215,10 @@ def initialise_adapter(peft_model: Any, adapter_folder: Path) -> None:
         peft_model.active_peft_config,
     )
     base_model = peft_model.get_base_model()
-    check_base(
+    require_base_model(
         adapter_folder=adapter_folder,
         base=base_model.name_or_path,
-        base_fields=read_base_fields(adapter_folder),
+        base_fields=read_base_model_fields(adapter_folder),
         recorded_base_name=adapter_config.base_model_name_or_path,
     )
     adapter_rank_and_alpha, settings_rank_and_alpha = (

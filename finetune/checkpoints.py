@@ -84,14 +84,18 @@ class Checkpoints:
             _save_state(process_state, temporary_folder / PROCESS_STATE_FILE.format(self.rank))
             if self.rank == 0:
                 write_weights(temporary_folder / self.weights_folder_name)
-                run_fields = {"step": step, "processes": self.num_processes}
+                progress_fields = {"step": step, "processes": self.num_processes}
                 _save_state(
-                    {**shared_state, **run_fields, "adapter": self._hash_weights(temporary_folder)},
+                    {
+                        **shared_state,
+                        **progress_fields,
+                        "adapter": self._hash_weights(temporary_folder),
+                    },
                     temporary_folder / SHARED_STATE_FILE,
                 )
             self.wait_for_all()
             if self.rank == 0:
-                self._publish(temporary_folder, final_folder)
+                self._move_to_final_folder(temporary_folder, final_folder)
         self.wait_for_all()
         return final_folder
 
@@ -147,17 +151,19 @@ class Checkpoints:
         for incomplete_folder in self.folder.glob(".step-*"):
             shutil.rmtree(incomplete_folder)
 
-    def _publish(self, temporary_folder: Path, final_folder: Path) -> None:
+    def _move_to_final_folder(self, temporary_folder: Path, final_folder: Path) -> None:
         """Sync a folder to disk, rename it to ``final_folder``, and remove old checkpoints."""
         for path in (*temporary_folder.rglob("*"), temporary_folder):
             sync_to_disk(path)
         os.rename(temporary_folder, final_folder)
         sync_to_disk(self.folder)
-        for old_folder in self._find_complete_folders()[:-NUM_KEPT_CHECKPOINTS]:
+        for old_checkpoint_folder in self._find_complete_folders()[:-NUM_KEPT_CHECKPOINTS]:
             # a half-removed folder must not look complete
-            hidden_folder = old_folder.with_name(f".{old_folder.name}.removed")
-            os.rename(old_folder, hidden_folder)
-            shutil.rmtree(hidden_folder)
+            renamed_folder = old_checkpoint_folder.with_name(
+                f".{old_checkpoint_folder.name}.removed"
+            )
+            os.rename(old_checkpoint_folder, renamed_folder)
+            shutil.rmtree(renamed_folder)
 
 
 def _save_state(state: State, path: Path) -> None:
@@ -268,8 +274,8 @@ def copy_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
     """Return unsharded CPU copies of the optimizer state of each trained parameter, by name."""
     return {
         name: {
-            field: gather_on_cpu(state_tensor)
-            for field, state_tensor in optimizer.state[parameter].items()
+            state_name: gather_on_cpu(state_tensor)
+            for state_name, state_tensor in optimizer.state[parameter].items()
         }
         for name, parameter in get_trained_parameters(model).items()
         if parameter in optimizer.state
@@ -283,12 +289,13 @@ def load_optimizer(
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, parameter in get_trained_parameters(model).items():
         if name in saved_states:
-            moments = dict(saved_states[name])
+            moment_by_name = dict(saved_states[name])
             # fused optimizers have the step counter on the device, others on the CPU; no optimizer
             # shards the counter
-            step_counter = moments.pop("step")
+            step_counter = moment_by_name.pop("step")
             parameter_state = {
-                field: _shard_like(moment, parameter) for field, moment in moments.items()
+                moment_name: _shard_like(moment, parameter)
+                for moment_name, moment in moment_by_name.items()
             }
             parameter_state["step"] = (
                 step_counter.to(parameter.device) if is_fused else step_counter

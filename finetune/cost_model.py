@@ -68,7 +68,7 @@ class Cost:
     config: Any = field(repr=False)  # text config of the model
 
     @classmethod
-    def of(cls, model: nn.Module) -> Cost:
+    def from_model(cls, model: nn.Module) -> Cost:
         """Read the sizes of a causal language model of transformers, or of a PEFT model."""
         config = model.config.get_text_config()
         layer_types = getattr(config, "layer_types", None)
@@ -181,10 +181,10 @@ def _count_channels(layer_config: Any, num_heads: int) -> int:
     The head dim is the mean of the head dims of keys and values if these differ.
     """
     # multi-head latent attention: channels of a key without RoPE, with RoPE, and of a value
-    dim_fields = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent_dims = [getattr(layer_config, field, None) for field in dim_fields]
-    if all(isinstance(dim, int) for dim in latent_dims):
-        return num_heads * sum(latent_dims) // 2
+    head_dim_fields = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent_head_dims = [getattr(layer_config, field_name, None) for field_name in head_dim_fields]
+    if all(isinstance(dim, int) for dim in latent_head_dims):
+        return num_heads * sum(latent_head_dims) // 2
     head_dim = getattr(layer_config, "head_dim", None)
     return num_heads * (head_dim or layer_config.hidden_size // layer_config.num_attention_heads)
 
@@ -294,13 +294,13 @@ class StepMemory(NamedTuple):
     The first four fields are memory of the device, the last three are memory of the host.
     """
 
-    weights: float
-    optimizer: float  # trained parameters, their gradients and the moments of AdamW
-    layers: float  # tensors that layers save for the backward pass
-    working: float  # temporary tensors: the larger of the loss and a layer's backward pass
-    checkpoints: float  # offloaded inputs of layers
-    plans: float  # block plans that gradient checkpointing reads again
-    sharded: float  # weights and optimizer states, if FSDP2 offloads both to the host
+    weight_bytes: float
+    optimizer_bytes: float  # trained parameters, their gradients and the moments of AdamW
+    saved_tensor_bytes: float  # tensors that layers save for the backward pass
+    temporary_bytes: float  # temporary tensors: the larger of the loss and a layer's backward pass
+    offloaded_checkpoint_bytes: float  # offloaded inputs of layers
+    plan_bytes: float  # block plans that gradient checkpointing reads again
+    offloaded_shard_bytes: float  # weights and optimizer states, if FSDP2 offloads both to the host
 
     @property
     def device_bytes(self) -> float:
@@ -397,18 +397,18 @@ def estimate_memory(
     weight_bytes = cost.weight_bytes - num_quantised_weights * bytes_saved_per_weight
     # FSDP2 gathers the weights of the layer that computes and of the next layer
     gathered_bytes = 2 * weight_bytes / num_layers if num_shards > 1 or are_weights_on_host else 0.0
-    device_share, host_share = (0, 1) if are_weights_on_host else (1, 0)
+    weight_share_on_device, weight_share_on_host = (0, 1) if are_weights_on_host else (1, 0)
     return StepMemory(
-        weights=device_share * weight_bytes / num_shards + gathered_bytes,
-        optimizer=device_share * optimizer_bytes / num_shards,
-        layers=layer_saved_bytes,
+        weight_bytes=weight_share_on_device * weight_bytes / num_shards + gathered_bytes,
+        optimizer_bytes=weight_share_on_device * optimizer_bytes / num_shards,
+        saved_tensor_bytes=layer_saved_bytes,
         # tensors of the loss are freed before the backward pass of the last layer
-        working=max(activations.loss_bytes, backward_bytes) + num_mask_pairs,
-        checkpoints=num_offloaded_layers
+        temporary_bytes=max(activations.loss_bytes, backward_bytes) + num_mask_pairs,
+        offloaded_checkpoint_bytes=num_offloaded_layers
         * -(-num_local_tokens * hidden_bytes // CHUNK_BYTES)
         * CHUNK_BYTES,
-        plans=plan_bytes,
-        sharded=host_share * (weight_bytes + optimizer_bytes) / num_shards,
+        plan_bytes=plan_bytes,
+        offloaded_shard_bytes=weight_share_on_host * (weight_bytes + optimizer_bytes) / num_shards,
     )
 
 
@@ -506,9 +506,11 @@ def estimate_plan_bytes(
     if length < config.min_length:
         return 0.0
     num_key_blocks = -(-length // config.key_block)
-    list_length = min(config.max_density, LONGEST_PLAN_LIST_SHARE) * num_key_blocks + 2
-    list_length += num_key_blocks / config.sampled_one_in if config.sampled_one_in else 0
-    num_list_entries = num_rows * cost.num_heads * length / cp / config.query_block * list_length
+    num_blocks_per_list = min(config.max_density, LONGEST_PLAN_LIST_SHARE) * num_key_blocks + 2
+    num_blocks_per_list += num_key_blocks / config.sampled_one_in if config.sampled_one_in else 0
+    num_list_entries = (
+        num_rows * cost.num_heads * length / cp / config.query_block * num_blocks_per_list
+    )
     bytes_per_layer = (2 if num_key_blocks < 2**15 else 4) * num_list_entries
     # torch rounds pinned memory up to a power of two
     return cost.config.num_hidden_layers * 2.0 ** math.ceil(math.log2(bytes_per_layer))
@@ -533,13 +535,13 @@ def get_host_bytes(requested_gib: float = 0.0) -> float:
 
     ``requested_gib`` is the memory of the host in GiB; 0: the memory of this machine or container.
     """
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    usable_host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (
         CONTAINER_LIMIT_FILE.exists()
         and (container_limit := CONTAINER_LIMIT_FILE.read_text().strip()).isdigit()
     ):
-        machine_bytes = min(machine_bytes, int(container_limit))
-    return (requested_gib * GIB or machine_bytes) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        usable_host_bytes = min(usable_host_bytes, int(container_limit))
+    return (requested_gib * GIB or usable_host_bytes) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class MemoryFit(NamedTuple):

@@ -24,7 +24,7 @@ SHARE_CURVES = (
 )
 
 
-def draw_curve(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
+def draw_training_curves(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
     """Write a PNG of loss, pass-key accuracy, density and MFU over steps.
 
     Args:
@@ -41,28 +41,28 @@ def draw_curve(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
             curve_points.append((record["step"], key_share))
     with figure(path, 2, 1, sharex=True, figsize=(7, 6)) as axes:
         loss_axis, share_axis = axes[:, 0]
-        for axis, curves, points_by_label in (
+        for panel_axes, curve_definitions, points_by_label in (
             (loss_axis, LOSS_CURVES, {}),
             (share_axis, SHARE_CURVES, passkey_points_by_label),
         ):
-            for label, record_kind, field in curves:
+            for label, record_kind, record_field in curve_definitions:
                 curve_records = (
                     record
                     for record in records
-                    if record["kind"] == record_kind and record.get(field) is not None
+                    if record["kind"] == record_kind and record.get(record_field) is not None
                 )
                 points_by_label[label] = sorted(
-                    (record["step"], record[field]) for record in curve_records
+                    (record["step"], record[record_field]) for record in curve_records
                 )
             for label, curve_points in points_by_label.items():
                 if curve_points:
                     steps = [step for step, _ in curve_points]
                     curve_values = [curve_value for _, curve_value in curve_points]
                     line_style = {"marker": "o"} if len(curve_points) < 30 else {}
-                    axis.plot(steps, curve_values, label=label, markersize=3, **line_style)
-            axis.grid(alpha=0.3)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=8)
+                    panel_axes.plot(steps, curve_values, label=label, markersize=3, **line_style)
+            panel_axes.grid(alpha=0.3)
+            if panel_axes.get_legend_handles_labels()[0]:
+                panel_axes.legend(fontsize=8)
         loss_axis.set_ylabel("loss per token")
         share_axis.set_ylabel("share")
         share_axis.set_ylim(0, 1.05)

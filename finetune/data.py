@@ -115,17 +115,17 @@ class SequencePacker:
     @property
     def epoch(self) -> int:
         """Return the number of complete passes over the text source with the fewest passes."""
-        epochs = (cursor.documents.epoch for cursor in self._cursors)
-        return min((epoch for epoch in epochs if epoch is not None), default=0)
+        source_epochs = (cursor.documents.epoch for cursor in self._cursors)
+        return min((epoch for epoch in source_epochs if epoch is not None), default=0)
 
     def __iter__(self) -> Iterator[PackedSequence]:
         return self
 
     def __next__(self) -> PackedSequence:
-        self._finish_round()
+        self._skip_sequences_of_other_ranks()
         for _ in range(self.rank):
-            self._pack()
-        sequence = _concatenate_pieces(self._pack(), self.length, self._padding_token)
+            self._pack_sequence()
+        sequence = _concatenate_pieces(self._pack_sequence(), self.length, self._padding_token)
         largest_token = int(sequence["input_ids"].max())
         if largest_token >= self._vocabulary_size:
             raise UsageError(
@@ -143,7 +143,7 @@ class SequencePacker:
 
         In a round, each process gets one sequence, so that the position is equal in all processes.
         """
-        self._finish_round()
+        self._skip_sequences_of_other_ranks()
         return {
             "made": self._num_packed,
             "cursors": [cursor.state_dict() for cursor in self._cursors],
@@ -158,12 +158,12 @@ class SequencePacker:
         for cursor, cursor_state in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(cursor_state)
 
-    def _finish_round(self) -> None:
+    def _skip_sequences_of_other_ranks(self) -> None:
         """Pack and drop sequences of other processes until the next one belongs to process 0."""
         while self._num_packed % self.num_processes:
-            self._pack()
+            self._pack_sequence()
 
-    def _pack(self) -> list[Document]:
+    def _pack_sequence(self) -> list[Document]:
         """Return the documents of the next sequence, without padding."""
         pieces, num_free_tokens = [], self.length
         while num_free_tokens:
@@ -340,7 +340,9 @@ def _concatenate_pieces(
         np.full(num_padding, padding_token, np.int32),
         np.full(num_padding, IGNORED_LABEL, np.int32),
     )
-    tokens, labels = zip(*(piece.make_arrays() for piece in pieces), padding_arrays, strict=True)
+    tokens, labels = zip(
+        *(piece.make_token_arrays() for piece in pieces), padding_arrays, strict=True
+    )
     positions = [np.arange(piece_size) for piece_size in (*piece_sizes, num_padding)]
     arrays_by_name = {"input_ids": tokens, "position_ids": positions, "labels": labels}
     joined_arrays = {

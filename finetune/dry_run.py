@@ -21,7 +21,7 @@ from cab_hf.finetune.loss import LOGITS_PER_CHUNK
 from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.prepare import make_trainable, open_sources
 from cab_hf.finetune.settings import Settings
-from cab_hf.finetune.sources import is_local
+from cab_hf.finetune.sources import is_local_source
 from cab_hf.finetune.tiles import choose_tile_tokens
 from cab_hf.hf.model_config import cab_config_of
 
@@ -175,7 +175,10 @@ def format_offloading(settings: Settings, memory_fit: cost_model.MemoryFit) -> s
     """Return the line of the report about the bytes and seconds of copies between host and GPU."""
     if not memory_fit.num_offloaded_layers:
         return "offloaded: no checkpoints"
-    copied_bytes, link_gb_per_second = 2 * memory_fit.memory.checkpoints, settings.link_gbs
+    copied_bytes, link_gb_per_second = (
+        2 * memory_fit.memory.offloaded_checkpoint_bytes,
+        settings.link_gbs,
+    )
     return (
         f"offloaded: checkpoints of the first {memory_fit.num_offloaded_layers} layers; each "
         "micro batch "
@@ -246,11 +249,15 @@ def print_report(settings: Settings, accelerator: Accelerator) -> None:
     source_shares = [*settings.parse_sources(), *settings.parse_sources("validation")]
     open_sources(
         settings,
-        [(source_name, share) for source_name, share in source_shares if is_local(source_name)],
+        [
+            (source_name, share)
+            for source_name, share in source_shares
+            if is_local_source(source_name)
+        ],
     )
     model = make_trainable(settings, build_skeleton(settings))
     cost, available_memory = (
-        cost_model.Cost.of(model),
+        cost_model.Cost.from_model(model),
         get_available_memory(settings, accelerator.device),
     )
     memory_fit = choose_offloading(

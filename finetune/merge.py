@@ -177,7 +177,7 @@ def _write_merged_model(
         The result of `compute_probe_logits`.
     """
     base_fields, is_code_trusted = (
-        adapters.read_base_fields(adapter_folder),
+        adapters.read_base_model_fields(adapter_folder),
         settings.trust_remote_code,
     )
     model_config = run_models.load_config(base, is_code_trusted)
@@ -196,7 +196,7 @@ def _write_merged_model(
     # PEFT warns if the name of the model differs from the base in the adapter's config
     model.name_or_path = base
     # checked after loading, because the files of a model on the hub are then in the cache
-    adapters.check_base(
+    adapters.require_base_model(
         adapter_folder=adapter_folder,
         base=base,
         base_fields=base_fields,

@@ -75,8 +75,8 @@ def load_model(
     # PEFT records this name as the base of an adapter; transformers may have set a path
     model.name_or_path = name
     if attn_implementation in SPARSE_IMPLEMENTATIONS:
-        is_complete = cab_config is None or isinstance(cab_config, CabConfig)
-        apply_cab(model, cab_config) if is_complete else apply_cab(model, **cab_config)
+        is_complete_config = cab_config is None or isinstance(cab_config, CabConfig)
+        apply_cab(model, cab_config) if is_complete_config else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
         # dense attention does not use the fields; this call only raises errors for invalid fields
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
@@ -156,25 +156,28 @@ def stretch_positions(
     ) or "no RoPE, or other ones in other layers"
     accepted_values = f"none for model {model_name!r}, which has positions of {rope_type}"
     require(rope_type == "default", "rope", rope, accepted_values)
-    min_factor = 1.0 if length is None else max(1.0, length / original_positions)
+    min_rope_factor = 1.0 if length is None else max(1.0, length / original_positions)
     accepted_values = (
         f"none for length {length}, which the {original_positions} positions of the model reach"
     )
-    require(rope_factor or min_factor > 1, "rope", rope, accepted_values)
-    factor = rope_factor or min_factor
+    require(rope_factor or min_rope_factor > 1, "rope", rope, accepted_values)
+    used_rope_factor = rope_factor or min_rope_factor
     require(
-        factor >= min_factor, "rope_factor", factor, f"{min_factor:g} or more for length {length}"
+        used_rope_factor >= min_rope_factor,
+        "rope_factor",
+        used_rope_factor,
+        f"{min_rope_factor:g} or more for length {length}",
     )
     if rope == "theta":
         rotary_dim = getattr(text_config, "head_dim", None)
         rotary_dim = rotary_dim or text_config.hidden_size // text_config.num_attention_heads
         rotary_dim = int(rotary_dim * rope_parameters.get("partial_rotary_factor", 1.0))
-        theta = rope_theta or rope_parameters["rope_theta"] * factor ** (
+        used_rope_theta = rope_theta or rope_parameters["rope_theta"] * used_rope_factor ** (
             rotary_dim / (rotary_dim - 2)
         )
-        rope_changes = {"rope_theta": theta}
+        rope_changes = {"rope_theta": used_rope_theta}
     else:
-        rope_changes = {"rope_type": rope, "factor": factor}
+        rope_changes = {"rope_type": rope, "factor": used_rope_factor}
     if rope in ("yarn", "llama3"):
         rope_changes["original_max_position_embeddings"] = original_positions
     rope_changes |= LLAMA3_ROPE_FACTORS if rope == "llama3" else {}
@@ -182,7 +185,7 @@ def stretch_positions(
     if rope not in ("linear", "dynamic"):
         # linear and dynamic are relative to this number; other scalings ignore it or record the
         # original number next to the factor
-        text_config.max_position_embeddings = round(factor * original_positions)
+        text_config.max_position_embeddings = round(used_rope_factor * original_positions)
 
 
 def with_lora(
@@ -219,7 +222,7 @@ def with_lora(
         _check_targets(model, targets, dropout)
     # selected by name, because the norms of transformers have no common base class
     norm_names = {
-        _get_last_name(module_name)
+        _get_last_name_part(module_name)
         for module_name, module in model.named_modules()
         if type(module).__name__.endswith("Norm")
     }
@@ -237,11 +240,13 @@ def with_lora(
             # updates of 16-bit weights would be lost in rounding
             parameter.data = parameter.data.float()
     model_dtype = model.dtype
-    for wrapper in peft_model.modules():
-        if isinstance(wrapper, ModulesToSaveWrapper):
-            for norm in wrapper.modules_to_save.values():
+    for peft_module in peft_model.modules():
+        if isinstance(peft_module, ModulesToSaveWrapper):
+            for trained_norm in peft_module.modules_to_save.values():
                 # without this hook, the output of a float32 norm would be float32
-                norm.register_forward_hook(lambda module, inputs, output: output.to(model_dtype))
+                trained_norm.register_forward_hook(
+                    lambda module, inputs, output: output.to(model_dtype)
+                )
     compute_in_input_dtype(peft_model)
     return peft_model
 
@@ -293,23 +298,23 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     """Raise a ValueError if `with_lora` does not support ``targets``, or ``dropout`` with them."""
     # quantised layers of bitsandbytes are subclasses of nn.Linear
     linear_names = {
-        _get_last_name(module_name)
+        _get_last_name_part(module_name)
         for module_name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
     for target in targets:
-        hint = format_suggestion(target, sorted(linear_names))
+        suggestion = format_suggestion(target, sorted(linear_names))
         require(
             target in linear_names,
             "targets",
             targets,
-            f"names of linear layers of this model ({hint.rstrip('.')})",
+            f"names of linear layers of this model ({suggestion.rstrip('.')})",
         )
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     head_name = next(
         (
-            _get_last_name(module_name)
+            _get_last_name_part(module_name)
             for module_name, module in model.named_modules()
             if module is head
         ),
@@ -328,7 +333,7 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     )
 
 
-def _get_last_name(module_name: str) -> str:
+def _get_last_name_part(module_name: str) -> str:
     """Return the part of a module's name after the last dot."""
     return module_name.rpartition(".")[2]
 
@@ -386,11 +391,11 @@ def _get_head(causal_lm: PreTrainedModel) -> nn.Module:
         NotImplementedError: the logits are not hidden states times one weight.
     """
     head, text_config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
-    caps_by_field = {field: getattr(text_config, field, None) for field in LOGIT_CAP_FIELDS}
+    logit_cap_by_field = {field: getattr(text_config, field, None) for field in LOGIT_CAP_FIELDS}
     unsupported_reasons = [
-        f"caps its logits ({field}={cap})"
-        for field, cap in caps_by_field.items()
-        if cap is not None
+        f"caps its logits ({field}={logit_cap})"
+        for field, logit_cap in logit_cap_by_field.items()
+        if logit_cap is not None
     ]
     if head is None or getattr(head, "bias", None) is not None:
         unsupported_reasons.append("has no head" if head is None else "has a head with a bias")
@@ -434,11 +439,13 @@ def save_adapter(
     tokenizer.save_pretrained(folder)
     causal_lm = unwrap_causal_lm(peft_model)
     text_config = causal_lm.config.get_text_config()
-    base_fields = {"sha256": hash_base_model(causal_lm)}
-    base_fields |= {
+    base_model_fields = {"sha256": hash_base_model(causal_lm)}
+    base_model_fields |= {
         field: getattr(text_config, field, None) for field in run_models.RESTORED_FIELDS
     }
-    write_atomically(folder / run_models.BASE_MODEL_FILE, json.dumps(base_fields, indent=2) + "\n")
+    write_atomically(
+        folder / run_models.BASE_MODEL_FILE, json.dumps(base_model_fields, indent=2) + "\n"
+    )
 
 
 def hash_base_model(model: nn.Module) -> str:

@@ -50,7 +50,7 @@ class Offload:
         # weak reference to the latest saved input; the autograd graph has the strong reference
         self._last_input: Callable[[], _LayerInput | None] = lambda: None
 
-    def reserve(self, checkpoint_bytes: int) -> None:
+    def reserve_host_memory(self, checkpoint_bytes: int) -> None:
         """Pin the memory of all checkpoints now instead of in the first step.
 
         ``checkpoint_bytes`` is the size of the input of a layer.
@@ -61,7 +61,7 @@ class Offload:
         ):
             self._free_chunks.append(self._allocate_chunk())
 
-    def enable(self, model: nn.Module) -> None:
+    def install_in_layers(self, model: nn.Module) -> None:
         """Install offloading in the first ``num_layers`` layers of ``model``.
 
         Gradient checkpointing must be on.

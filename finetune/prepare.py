@@ -147,9 +147,9 @@ def format_held_out_notice(source: TextSource, tokenizer: Any, hold_out_every: i
 
     ``hold_out_every`` is as in `SequencePacker`.
     """
-    first_index = find_first_held_out(source, tokenizer, hold_out_every)
-    num_held_out = len(range(first_index, source.num_documents, hold_out_every))
-    documents_phrase = f"document {first_index + 1}"
+    first_held_out_index = find_first_held_out(source, tokenizer, hold_out_every)
+    num_held_out = len(range(first_held_out_index, source.num_documents, hold_out_every))
+    documents_phrase = f"document {first_held_out_index + 1}"
     documents_phrase += f" and every {hold_out_every}th after it" if num_held_out > 1 else ""
     return (
         f"source {source.name!r}: {num_held_out} of {source.num_documents} documents are held out "

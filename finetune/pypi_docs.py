@@ -127,28 +127,31 @@ def make_documents(archive_bytes: bytes, docs_folder: str) -> list[str]:
     """
     file_entries = []
     with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as tar:
-        for member in tar:
+        for archive_member in tar:
             # remove the first folder, which has the name and version of the package
-            docs_path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
-            if not member.isfile() or not docs_path.is_relative_to(docs_folder):
+            docs_path = PurePosixPath(*PurePosixPath(archive_member.name).parts[1:])
+            if not archive_member.isfile() or not docs_path.is_relative_to(docs_folder):
                 continue
             docs_path = docs_path.relative_to(docs_folder)
             if docs_path.suffix not in DOCUMENTATION_SUFFIXES or EXCLUDED_PATH_PATTERN.search(
                 str(docs_path)
             ):
                 continue
-            file_text = tar.extractfile(member).read().decode("utf-8-sig", errors="replace")
+            file_text = tar.extractfile(archive_member).read().decode("utf-8-sig", errors="replace")
             file_text = "\n".join(file_text.splitlines()).strip()
             if len(file_text) >= MIN_FILE_CHARACTERS:
                 file_entries.append((docs_path.parent.parts, docs_path.name, file_text))
-    text_groups: list[list[str]] = [[]]
+    document_file_texts: list[list[str]] = [[]]
     for *_, file_text in sorted(file_entries):
-        if sum(map(len, text_groups[-1])) >= MIN_DOCUMENT_CHARACTERS:
-            text_groups.append([])
-        text_groups[-1].append(file_text)
-    if len(text_groups) > 1 and sum(map(len, text_groups[-1])) < MIN_DOCUMENT_CHARACTERS:
-        text_groups[-2].extend(text_groups.pop())
-    return ["\n\n\n".join(group_texts) for group_texts in text_groups if group_texts]
+        if sum(map(len, document_file_texts[-1])) >= MIN_DOCUMENT_CHARACTERS:
+            document_file_texts.append([])
+        document_file_texts[-1].append(file_text)
+    if (
+        len(document_file_texts) > 1
+        and sum(map(len, document_file_texts[-1])) < MIN_DOCUMENT_CHARACTERS
+    ):
+        document_file_texts[-2].extend(document_file_texts.pop())
+    return ["\n\n\n".join(file_texts) for file_texts in document_file_texts if file_texts]
 
 
 def download_sdist(sdist_name: str) -> bytes:

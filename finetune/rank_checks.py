@@ -40,15 +40,18 @@ def collect_facts(
     error messages. Call this function before FSDP shards the model.
     """
     settings_values = {
-        setting: value
-        for setting, value in asdict(settings).items()
-        if setting not in PATH_SETTINGS
+        setting_name: setting_value
+        for setting_name, setting_value in asdict(settings).items()
+        if setting_name not in PATH_SETTINGS
     }
     facts = {
-        f"--{setting.replace('_', '-')}": repr(value) for setting, value in settings_values.items()
+        f"--{setting_name.replace('_', '-')}": repr(setting_value)
+        for setting_name, setting_value in settings_values.items()
     }
     config_fields = {
-        field: value for field, value in model.config.to_dict().items() if field != "_name_or_path"
+        field_name: field_value
+        for field_name, field_value in model.config.to_dict().items()
+        if field_name != "_name_or_path"
     }
     tokenizer_backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = (
@@ -125,11 +128,14 @@ def report_errors_to_all_processes() -> Iterator[None]:
         is_collective_error = isinstance(error, RuntimeError) and not isinstance(
             error, NotImplementedError
         )
-        published_causes = read_failures(group) if is_collective_error and group is not None else []
-        published_causes = [str(error)] if isinstance(error, RankLost) else published_causes
-        if published_causes:
+        published_reasons = (
+            read_failures(group) if is_collective_error and group is not None else []
+        )
+        published_reasons = [str(error)] if isinstance(error, RankLost) else published_reasons
+        if published_reasons:
             raise UsageError(
-                f"this process must stop because another one stopped: {'; '.join(published_causes)}"
+                "this process must stop because another one stopped: "
+                f"{'; '.join(published_reasons)}"
             ) from error
         if group is not None:
             publish_failure(group, error)

@@ -24,9 +24,9 @@ from cab_hf.data.needles import (
     cut_to_length,
     cycle_sentences,
     draw_keys,
+    find_leading_special_tokens,
     find_span,
     insert_statements,
-    leading_tokens,
     make_instruction,
     render_around_text,
     sentence_tokens,
@@ -67,18 +67,21 @@ def parse_retrieval_source(source_name: str) -> tuple[tuple[str, ...], int | Non
     Raises:
         UsageError: a kind is unknown, or the length is no positive integer.
     """
-    _, kinds_text, length_text, *extra_fields = [*source_name.split(":"), "", ""]
-    if any(extra_fields) or not (length_text.isdecimal() and int(length_text) or not length_text):
+    _, kinds_text, length_text, *surplus_name_parts = [*source_name.split(":"), "", ""]
+    if any(surplus_name_parts) or not (
+        length_text.isdecimal() and int(length_text) or not length_text
+    ):
         raise UsageError(
             f"{RETRIEVAL_PREFIX} must be {RETRIEVAL_PREFIX}:KINDS:LENGTH with a number of tokens "
             "as LENGTH, got "
             f"{source_name!r}."
         )
-    for kind in kinds_text.split("+"):
-        if kind not in DOCUMENT_KINDS:
-            hint = format_suggestion(kind, DOCUMENT_KINDS)
+    for document_kind in kinds_text.split("+"):
+        if document_kind not in DOCUMENT_KINDS:
+            suggestion = format_suggestion(document_kind, DOCUMENT_KINDS)
             raise UsageError(
-                f"{RETRIEVAL_PREFIX} must name known kinds, got {kind!r} in {source_name!r}; {hint}"
+                f"{RETRIEVAL_PREFIX} must name known kinds, got {document_kind!r} in "
+                f"{source_name!r}; {suggestion}"
             )
     return tuple(kinds_text.split("+")), int(length_text) if length_text else None
 
@@ -129,26 +132,30 @@ def _make_repeated_document(
 
     Answers are the labelled tokens of the second statements; see `_generate_statements`.
     """
-    leading_ids = leading_tokens(tokenizer)
+    leading_ids = find_leading_special_tokens(tokenizer)
     num_tokens_per_half, num_padding_tokens = divmod(length - len(leading_ids), 2)
-    pieces: list[tuple[Tokens, Span]] = []
-    for piece_tokens, label_span in _generate_statements(tokenizer, sentences, rng):
-        num_free_tokens = num_tokens_per_half - sum(len(tokens) for tokens, _ in pieces)
-        if len(piece_tokens) >= num_free_tokens:
-            pieces.append((piece_tokens[:num_free_tokens], (0, 0)))
+    statements: list[tuple[Tokens, Span]] = []
+    for statement_tokens, label_span in _generate_statements(tokenizer, sentences, rng):
+        num_free_tokens = num_tokens_per_half - sum(len(tokens) for tokens, _ in statements)
+        if len(statement_tokens) >= num_free_tokens:
+            statements.append((statement_tokens[:num_free_tokens], (0, 0)))
             break
-        pieces.append((piece_tokens, label_span))
-    tokens = [*leading_ids, *chain(*(piece_tokens for piece_tokens, _ in pieces))]
-    piece_starts = [
-        *accumulate((len(piece_tokens) for piece_tokens, _ in pieces), initial=len(leading_ids))
+        statements.append((statement_tokens, label_span))
+    tokens = [*leading_ids, *chain(*(statement_tokens for statement_tokens, _ in statements))]
+    statement_starts = [
+        *accumulate(
+            (len(statement_tokens) for statement_tokens, _ in statements), initial=len(leading_ids)
+        )
     ]
     needles, answers = [], []
-    for piece_index in rng.sample(range(len(pieces)), len(pieces)):
-        piece_tokens, (label_start, label_end) = pieces[piece_index]
+    for statement_index in rng.sample(range(len(statements)), len(statements)):
+        statement_tokens, (label_start, label_end) = statements[statement_index]
         if label_start < label_end:
-            needles.append((piece_starts[piece_index], piece_starts[piece_index + 1]))
+            needles.append(
+                (statement_starts[statement_index], statement_starts[statement_index + 1])
+            )
             answers.append((len(tokens) + label_start, len(tokens) + label_end))
-        tokens.extend(piece_tokens)
+        tokens.extend(statement_tokens)
     if not answers:
         raise ValueError(
             f"length must have room for a key that is said twice, got {length}. Give a larger "
@@ -217,10 +224,12 @@ def _make_question_document(
         f"{ANSWER_START_TEMPLATE.format(whose=key.owner_phrase)}{key.digits}." for key in keys
     ]
     chat_turns = chain(*zip(questions, answers, strict=True))
-    head_tokens, tail_text = render_around_text(tokenizer, list(chat_turns))
-    tail_tokens = sentence_tokens(tokenizer, tail_text)
+    tokens_before_filler, text_after_filler = render_around_text(tokenizer, list(chat_turns))
+    tokens_after_filler = sentence_tokens(tokenizer, text_after_filler)
 
-    num_free_tokens = length - len(head_tokens) - len(tail_tokens) - sum(map(len, statements))
+    num_free_tokens = (
+        length - len(tokens_before_filler) - len(tokens_after_filler) - sum(map(len, statements))
+    )
     if num_free_tokens < 0:
         raise ValueError(
             f"length must have room for the question and {num_keys} keys, which take "
@@ -231,9 +240,11 @@ def _make_question_document(
         (sentence_tokens(tokenizer, sentence) for sentence in filler_sentences), num_free_tokens
     )
     insertion_indices = [rng.randrange(len(filler_pieces) + 1) for _ in statements]
-    tokens, needles = insert_statements(head_tokens, filler_pieces, statements, insertion_indices)
-    digit_spans = (find_span(tokenizer, tail_text, key.digits) for key in keys)
+    tokens, needles = insert_statements(
+        tokens_before_filler, filler_pieces, statements, insertion_indices
+    )
+    digit_spans = (find_span(tokenizer, text_after_filler, key.digits) for key in keys)
     answer_spans = (
         (len(tokens) + key_start, len(tokens) + key_end) for key_start, key_end in digit_spans
     )
-    return Document((*tokens, *tail_tokens), tuple(needles), tuple(answer_spans))
+    return Document((*tokens, *tokens_after_filler), tuple(needles), tuple(answer_spans))

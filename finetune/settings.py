@@ -20,7 +20,7 @@ from cab_hf.experiment.settings import (
     parse_number_or_auto,
     read_settings,
     require,
-    spell,
+    spell_value,
 )
 
 # this module must not import torch, so that --help prints within a second
@@ -181,7 +181,7 @@ class Settings:
         trains_adapter, scales_rope = self.train == TRAIN_ADAPTER, self.rope != "none"
         can_offload = self.checkpointing or not self.offload_layers
         has_valid_passkeys = 2 <= max(self.passkey_lengths, default=2) <= self.length
-        for setting, is_valid, accepted_values in (
+        for setting, is_valid_setting, accepted_values in (
             ("lr", self.lr > 0, "a number above 0"),
             ("alpha", self.alpha > 0, "a number above 0"),
             ("link_gbs", self.link_gbs > 0, "a number above 0"),
@@ -200,11 +200,12 @@ class Settings:
             ("warmup", self.warmup < self.steps, f"less than steps={self.steps}"),
             ("passkey_lengths", has_valid_passkeys, f"at most length={self.length}, and 2 or more"),
         ):
-            require(self, setting, is_valid, accepted_values)
+            require(self, setting, is_valid_setting, accepted_values)
         for setting in ("targets", "rank", "alpha"):
             default_value = getattr(Settings, setting)
             accepted_values = (
-                f"left out, or {spell(default_value)}, with train=all, because only LoRA uses it"
+                f"left out, or {spell_value(default_value)}, with train=all, because only LoRA "
+                "uses it"
             )
             require(
                 self,
@@ -244,9 +245,9 @@ class Settings:
                 weight = float(weight_text)
             except ValueError:
                 weight = -1.0
-            is_valid = bool(source_name) and 0 <= weight < float("inf")
+            is_valid_source = bool(source_name) and 0 <= weight < float("inf")
             accepted_form = "NAME or NAME=WEIGHT with a weight of 0 or more"
-            require(self, setting, is_valid, accepted_form, value=source_text)
+            require(self, setting, is_valid_source, accepted_form, value=source_text)
             sources.append((source_name, weight))
         return sources
 
@@ -342,7 +343,7 @@ def format_suggestion(unknown_name: str, known_names: Sequence[str]) -> str:
 
 def read(arguments: Sequence[str]) -> Settings:
     """Parse the words of a command line to settings; exit with status 2 on errors."""
-    description = (
+    program_description = (
         "Fine-tune a causal language model on long documents, by LoRA or with all weights."
     )
-    return read_settings(Settings, arguments, PROG, description)
+    return read_settings(Settings, arguments, PROG, program_description)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cab_hf.data.needles import NOISE_SENTENCES, leading_tokens, split_sentences
+from cab_hf.data.needles import NOISE_SENTENCES, find_leading_special_tokens, split_sentences
 from cab_hf.experiment.cache import file_sha256
 from cab_hf.experiment.settings import UsageError, convert_errors, first_line
 from cab_hf.finetune.loss import IGNORED_LABEL
@@ -62,18 +62,20 @@ class Document(NamedTuple):
 
     Attributes:
         num_tokens: number of tokens.
-        make_arrays: function that returns tokens, int32 [num_tokens], and labels of the same shape:
-            the token that each token predicts, already shifted, or `IGNORED_LABEL`.
+        make_token_arrays: function that returns tokens, int32 [num_tokens], and labels of the same
+            shape: the token that each token predicts, already shifted, or `IGNORED_LABEL`.
     """
 
     num_tokens: int
-    make_arrays: Callable[[], TokenArrays]
+    make_token_arrays: Callable[[], TokenArrays]
 
     def cut(self, start_token: int, end_token: int) -> Document:
         """Return the tokens from ``start_token`` to ``end_token``, exclusive, as a document."""
         return Document(
             end_token - start_token,
-            lambda: tuple(token_array[start_token:end_token] for token_array in self.make_arrays()),
+            lambda: tuple(
+                token_array[start_token:end_token] for token_array in self.make_token_arrays()
+            ),
         )
 
 
@@ -186,8 +188,8 @@ def make_source(
             f"source {name!r} must contain documents, got none. Give a source with text in it."
         )
     if text_field not in field_names:
-        hint = format_suggestion(text_field, field_names)
-        raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
+        suggestion = format_suggestion(text_field, field_names)
+        raise UsageError(f"source {name!r} has no field {text_field!r}; {suggestion}")
     return TextSource(
         # results and checkpoints contain the name of a file without its folder
         name=Path(name).name if paths else name,
@@ -204,13 +206,15 @@ def _combine_hashes(hashes: Sequence[str]) -> str:
     return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
 
-def is_local(name: str) -> bool:
-    """Return True if `make_source` can open the source ``name`` without a network.
+def is_local_source(source_name: str) -> bool:
+    """Return True if `make_source` can open ``source_name`` without a network.
 
     Raises:
-        UsageError: ``name`` is the path of a missing file or folder.
+        UsageError: ``source_name`` is the path of a missing file or folder.
     """
-    return is_retrieval_source(name) or (name != MANUALS_SOURCE and bool(_find_local_files(name)))
+    return is_retrieval_source(source_name) or (
+        source_name != MANUALS_SOURCE and bool(_find_local_files(source_name))
+    )
 
 
 def refuse_overlap(
@@ -241,26 +245,29 @@ def refuse_overlap(
                 )
 
 
-def _find_local_files(name: str) -> list[Path]:
+def _find_local_files(source_name: str) -> list[Path]:
     """Return the files of a source that is a local file or folder.
 
-    Returns [] if ``name`` looks like the name of a data set on the hub.
+    Returns [] if ``source_name`` looks like the name of a data set on the hub.
 
     Raises:
-        UsageError: ``name`` looks like a path that does not exist, or the files have unknown or
-            different suffixes.
+        UsageError: ``source_name`` looks like a path that does not exist, or the files have unknown
+            or different suffixes.
     """
-    source_path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(FILE_READER_BY_SUFFIX)
+    source_path, suffixes_text = (
+        Path(os.path.expanduser(source_name)),
+        ", ".join(FILE_READER_BY_SUFFIX),
+    )
     if not source_path.is_file() and not source_path.is_dir():
-        is_path = (
+        has_path_form = (
             source_path.suffix in FILE_READER_BY_SUFFIX
             or source_path.is_absolute()
-            or name.startswith((".", "~"))
+            or source_name.startswith((".", "~"))
         )
         # refuse FOLDER:CONFIG: `_open_hub_dataset` passes the part before ":" to the package
         # `datasets`, which would read the local folder instead of a data set on the hub
-        if is_path or Path(name.split(":")[0]).is_dir():
-            raise _make_missing_path_error(name)
+        if has_path_form or Path(source_name.split(":")[0]).is_dir():
+            raise _make_missing_path_error(source_name)
         return []
     local_files = [source_path]
     if source_path.is_dir():
@@ -278,8 +285,8 @@ def _find_local_files(name: str) -> list[Path]:
     found_suffixes = sorted({file.suffix for file in local_files})
     if len(found_suffixes) != 1 or found_suffixes[0] not in FILE_READER_BY_SUFFIX:
         raise UsageError(
-            f"source {name!r} must be a file of {suffixes_text}, or a folder of files of one of "
-            f"these kinds, got {' and '.join(found_suffixes) or 'no'} files."
+            f"source {source_name!r} must be a file of {suffixes_text}, or a folder of files of "
+            f"one of these kinds, got {' and '.join(found_suffixes) or 'no'} files."
         )
     return local_files
 
@@ -357,14 +364,14 @@ def _convert_read_errors(
     """
 
     def format_message(reported_error: Exception) -> str:
-        file_name, row_features = "", None
+        file_prefix, row_features = "", None
         for file in files if len(files) > 1 else ():
             try:
                 dataset = _open_files({file: ""}, True, features=row_features)
                 if any(text_field not in row for row in dataset or ()):
                     raise ValueError(f"it has no field {text_field!r}")
             except Exception as file_error:
-                file_name, reported_error = f"{file.name}: ", file_error
+                file_prefix, reported_error = f"{file.name}: ", file_error
                 break
             row_features = row_features or (dataset and dataset.features)
         # errors of datasets often have the original error as their cause
@@ -375,7 +382,7 @@ def _convert_read_errors(
             else first_line(reported_error)
         )
         return (
-            f"source {source_name!r} cannot be read ({file_name}{error_text}). Give readable "
+            f"source {source_name!r} cannot be read ({file_prefix}{error_text}). Give readable "
             "files or another "
             "data set."
         )
@@ -468,10 +475,10 @@ class TextIterator:
     def load_state_dict(self, state: State) -> None:
         """Set the position to a result of `state_dict`."""
         self._block_position, self._num_taken_texts = state["begun"], state["taken"]
-        self._set_position(self._block_position)
+        self._set_next_position(self._block_position)
         self._texts = self._read_texts() if self._num_taken_texts else []
 
-    def _set_position(self, position: State) -> None:
+    def _set_next_position(self, position: State) -> None:
         """Make ``position`` the position from which `_read_block` reads the next block."""
         self._next_position, source = position, self._source
         if source.num_documents is None:
@@ -486,7 +493,9 @@ class TextIterator:
             # RandomState returns the same numbers in every version of numpy
             document_order = np.random.RandomState(order_seed).permutation(document_order)
         document_indices = document_order[position["row"] :].tolist()
-        self._rows = ((index, source.dataset[index]) for index in document_indices)
+        self._rows = (
+            (document_index, source.dataset[document_index]) for document_index in document_indices
+        )
 
     def _read_texts(self) -> list[str]:
         """Return the texts of the next block, which may be the first block of the next epoch."""
@@ -495,7 +504,7 @@ class TextIterator:
         ):
             texts = self._read_block()
             if not texts and self._next_position["block"]:
-                self._set_position({**self._first_position, "epoch": self.epoch + 1})
+                self._set_next_position({**self._first_position, "epoch": self.epoch + 1})
                 texts = self._read_block()
         if not texts:
             raise self._make_no_documents_error()
@@ -543,14 +552,14 @@ class TextIterator:
         document_phrase = (
             "held-out documents" if self._document_filter.selects_held_out else "documents"
         )
-        rule_phrase = (
+        hold_out_phrase = (
             f"one in {self._document_filter.hold_out_every}"
             if self._document_filter.hold_out_every
             else "none"
         )
         return UsageError(
-            f"source {self._source.name!r} has no {document_phrase} if {rule_phrase} is held out. "
-            "Give it more documents, or hold out those of another source."
+            f"source {self._source.name!r} has no {document_phrase} if {hold_out_phrase} is "
+            "held out. Give it more documents, or hold out those of another source."
         )
 
 
@@ -569,7 +578,7 @@ class TextDocuments(TextIterator):
         super().__init__(source, document_filter, salt, tokenizer)
         self._tokenizer, end_of_text_token = tokenizer, tokenizer.eos_token_id
         self._leading_tokens, self._trailing_tokens = (
-            leading_tokens(tokenizer),
+            find_leading_special_tokens(tokenizer),
             () if end_of_text_token is None else (end_of_text_token,),
         )
 
@@ -641,14 +650,14 @@ class RetrievalDocuments:
         ]
         # raise errors for a length that is too small before training starts
         for document_index in range(len(source.kinds)):
-            self.make_arrays(document_index, ())
+            self.make_token_arrays(document_index, ())
 
     def __next__(self) -> Document:
         document_index, excerpts = self._document_index, self._draw_excerpts()
         self._document_index += 1
-        return Document(self._length, lambda: self.make_arrays(document_index, excerpts))
+        return Document(self._length, lambda: self.make_token_arrays(document_index, excerpts))
 
-    def make_arrays(self, document_index: int, excerpts: Sequence[str]) -> TokenArrays:
+    def make_token_arrays(self, document_index: int, excerpts: Sequence[str]) -> TokenArrays:
         """Return tokens and labels of document ``document_index``.
 
         ``excerpts`` are the filler text; without excerpts, its sentences are those in
@@ -657,10 +666,10 @@ class RetrievalDocuments:
         Raises:
             UsageError: the document is too short for its keys.
         """
-        kinds = self._source.kinds
+        document_kinds = self._source.kinds
         try:
             document = make_retrieval_document(
-                kind=kinds[document_index % len(kinds)],
+                kind=document_kinds[document_index % len(document_kinds)],
                 tokenizer=self._tokenizer,
                 sentences=list(_split_excerpts(excerpts)) or NOISE_SENTENCES,
                 length=self._length,
@@ -685,11 +694,11 @@ class RetrievalDocuments:
         """
         if not self._filler_texts:
             return []
-        cycle_index = self._document_index // len(self._source.kinds)
+        kind_cycle_index = self._document_index // len(self._source.kinds)
         rng = random.Random(f"finetune/{self._seed}/text/{self._document_index}")
         num_missing_characters, excerpts = self._length * CHARACTERS_PER_TOKEN, []
         for text in self._filler_texts[
-            cycle_index % len(self._filler_texts)
+            kind_cycle_index % len(self._filler_texts)
         ].iterate_at_most_two_epochs():
             excerpt_start = rng.randrange(max(1, len(text) - num_missing_characters))
             excerpt = text[excerpt_start : excerpt_start + num_missing_characters]

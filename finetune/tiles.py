@@ -55,10 +55,10 @@ def compute_in_tiles(model: nn.Module, tile_tokens: int) -> None:
     """
     tiled_modules = {}
     for module_name, module in model.named_modules():
-        is_inside_tiled = module_name.startswith(
-            tuple(f"{outer_name}." for outer_name in tiled_modules)
+        is_in_tiled_module = module_name.startswith(
+            tuple(f"{tiled_name}." for tiled_name in tiled_modules)
         )
-        if not is_inside_tiled and _is_row_wise(module_name, module):
+        if not is_in_tiled_module and _is_row_wise(module_name, module):
             tiled_modules[module_name] = module
     max_channels_by_name = {
         module_name: _get_max_channels(module) for module_name, module in tiled_modules.items()
@@ -180,8 +180,8 @@ class _SavedRows:
     """
 
     def __init__(self, input_rows: Tensor, rows_per_tile: int) -> None:
-        # ``anchor``, the first argument, requires a gradient, so that autograd creates a node. The
-        # node saves ``input_rows``, and `_output` references the node
+        # the first argument requires a gradient, so that autograd creates a node. The node saves
+        # ``input_rows``, and `_output` references the node
         self._output = _SaveRowsFunction.apply(torch.empty(0, requires_grad=True), input_rows)
         self._rows_per_tile = rows_per_tile
         self._tiles: tuple[Tensor, ...] | None = None
@@ -201,9 +201,9 @@ class _SaveRowsFunction(torch.autograd.Function):
     """An autograd function that saves ``input_rows`` in its node, and returns an empty tensor."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input_rows: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor_requiring_grad: Tensor, input_rows: Tensor) -> Tensor:
         ctx.save_for_backward(input_rows)
-        return anchor.new_empty(0)
+        return tensor_requiring_grad.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:

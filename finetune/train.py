@@ -141,7 +141,7 @@ class Run:
             # adapters are initialised randomly and must be equal in all processes
             set_seed(settings.seed)
             self.model, self.tokenizer = build_model(settings, accelerator.device)
-            cost = cost_model.Cost.of(self.model)
+            cost = cost_model.Cost.from_model(self.model)
             self._fit_into_memory(cost)
             self.parallelism = ContextParallelism(settings, self.model, accelerator)
             vocabulary_size = self.model.config.get_text_config().vocab_size
@@ -218,15 +218,15 @@ class Run:
             if num_offloaded_layers:
                 self._print(f"{dry_run.format_offloading(settings, memory_fit)}.")
         if num_offloaded_layers:
-            Offload(num_offloaded_layers, device).enable(self.model)
+            Offload(num_offloaded_layers, device).install_in_layers(self.model)
 
     def _require_equal_processes(self) -> None:
         """Raise a UsageError if processes have different settings, data or weights."""
         if self.num_processes == 1:
             return
         facts = collect_facts(self.settings, self.model, self.tokenizer)
-        for setting, hashes in self.source_hashes.items():
-            for source_number, sha256 in enumerate(hashes.values(), 1):
+        for setting, sha256_by_source in self.source_hashes.items():
+            for source_number, sha256 in enumerate(sha256_by_source.values(), 1):
                 facts[f"the content of source {source_number} of --{setting}"] = sha256
         require_equal_facts(
             {**facts, "the content of --calibration": compute_calibration_sha256(self.settings)}
@@ -265,7 +265,7 @@ class Run:
                 pass
         shared_state, process_state = self.checkpoints.load(newest_checkpoint)
         if self.accelerator.is_main_process:
-            identity = logs.convert_through_json(self._identity)
+            identity = logs.convert_through_json(self._run_identity)
             logs.require_identity(newest_checkpoint, json.loads(shared_state["identity"]), identity)
         checkpoints.load_parameters(self.model, shared_state["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared_state["optimizer"])
@@ -279,12 +279,12 @@ class Run:
         """Train the remaining steps, and write the results."""
         sharding_context = self.parallelism.shard_model_inputs(self.model)
         sigterm_context = checkpoints.catch_sigterm()
-        is_silent = not self.accelerator.is_local_main_process
+        is_progress_hidden = not self.accelerator.is_local_main_process
         progress_bar = tqdm(
             total=self.settings.steps,
             initial=self.num_finished_steps,
             unit="step",
-            disable=is_silent,
+            disable=is_progress_hidden,
         )
         with (
             self._open_log() as log,
@@ -424,7 +424,7 @@ class Run:
         finite.require_finite_state(step, parameters, optimizer_states)
         shared_state = {"parameters": parameters, "optimizer": optimizer_states}
         if self.accelerator.is_main_process:
-            shared_state["identity"] = json.dumps(self._identity)
+            shared_state["identity"] = json.dumps(self._run_identity)
         process_state = {
             "random": checkpoints.get_random_state(),
             "data": json.dumps(self.data_position),
@@ -445,7 +445,9 @@ class Run:
     def _write_results(self, log: logs.Log) -> None:
         """Copy the trained weights to the output folder; write the curve and the provenance."""
         settings = {
-            setting: value for setting, value in asdict(self.settings).items() if setting != "out"
+            setting: setting_value
+            for setting, setting_value in asdict(self.settings).items()
+            if setting != "out"
         }
         evaluations = [
             record for record in log.records if record["kind"] == curve.EVALUATION_RECORD_KIND
@@ -460,7 +462,7 @@ class Run:
             trained_folder = self.checkpoints.find_newest() / weights_folder_name
             shutil.copytree(trained_folder, self.out / weights_folder_name, dirs_exist_ok=True)
             self.checkpoints.remove_incomplete()
-            curve.draw_curve(self.out / CURVE_FILE, log.records)
+            curve.draw_training_curves(self.out / CURVE_FILE, log.records)
             logs.write_atomically(self.out / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
         self._print(
             f"{self.settings.steps} steps; {self.out / weights_folder_name}, "
@@ -471,20 +473,20 @@ class Run:
         """Return a context manager that yields the log in the main process, else None."""
         if not self.accelerator.is_main_process:
             return nullcontext()
-        return logs.Log(self.out / LOG_FILE, self._identity, ("kind", "step"))
+        return logs.Log(self.out / LOG_FILE, self._run_identity, ("kind", "step"))
 
     @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def _run_identity(self) -> dict[str, Any]:
         """Return settings and SHA-256 of input files, which must be equal when a run resumes."""
         settings = self.settings
-        hashes = {
+        sha256_by_input = {
             "model": hash_base_model(self.model),
             "calibration": compute_calibration_sha256(settings),
         }
-        hashes |= self.source_hashes
+        sha256_by_input |= self.source_hashes
         if settings.adapter:
-            hashes["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS_FILE)
-        return {**settings.get_identity(self.num_processes), "sha256": hashes}
+            sha256_by_input["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS_FILE)
+        return {**settings.get_identity(self.num_processes), "sha256": sha256_by_input}
 
     def _append_record(
         self, log: logs.Log | None, record_kind: str, step: int, record: Mapping[str, Any]

@@ -22,7 +22,7 @@ from cab_hf.calibration.density import (
     require_reachable_target,
 )
 from cab_hf.call.call import Call
-from cab_hf.checks import is_share, is_whole_number, require, require_finite
+from cab_hf.checks import is_fraction, is_whole_number, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.data.documents import Document, insert_copies, make_recall_document
 from cab_hf.data.needles import Tokens, split_sentences
@@ -140,7 +140,7 @@ def calibrate(
         if anchors is None:
             fitted_config = fit_config_threshold(config)
         else:
-            coverages = [
+            document_coverages = [
                 measure_coverage(
                     model, tokens, needles, config=config, on_layer_done=progress_bar.update
                 )
@@ -148,8 +148,10 @@ def calibrate(
             ]
             fitted_config = anchor_calibration.fit_cascade(
                 config,
-                anchor_calibration.average_coverage([coverage for _, coverage in coverages]),
-                sparse_layers=coverages[0][0],
+                anchor_calibration.average_coverage(
+                    [coverage for _, coverage in document_coverages]
+                ),
+                sparse_layers=document_coverages[0][0],
                 num_layers=text_config.num_hidden_layers,
                 num_anchors=anchors,
                 target_density=target_density,
@@ -173,22 +175,22 @@ def _require_valid_numbers(
     seed: int,
 ) -> None:
     """Raise a ValueError for a number that is invalid as an argument of `calibrate`."""
-    is_density = is_share(target_density) and target_density > 0
-    require(is_density, "target_density", target_density, "in (0, 1]")
+    is_valid_density = is_fraction(target_density) and target_density > 0
+    require(is_valid_density, "target_density", target_density, "in (0, 1]")
     for argument_name, argument_value in (
         ("documents", documents),
         ("anchors", anchors),
         ("length", length),
     ):
-        is_left_out = argument_value is None and argument_name != "documents"
+        is_omitted_option = argument_value is None and argument_name != "documents"
         require(
-            is_left_out or is_whole_number(argument_value),
+            is_omitted_option or is_whole_number(argument_value),
             argument_name,
             argument_value,
             "a whole number >= 1",
         )
-    is_seed = isinstance(seed, int) and not isinstance(seed, bool)
-    require(is_seed, "seed", seed, "a whole number")
+    is_valid_seed = isinstance(seed, int) and not isinstance(seed, bool)
+    require(is_valid_seed, "seed", seed, "a whole number")
 
 
 def _fit_threshold(
@@ -296,17 +298,17 @@ def _measure_layers(
             require_finite(tensor, "dense")
         if call.mask.window is not None:
             return
-        layer = layer_index(call.layer)
-        if layer is None:
+        layer_idx = layer_index(call.layer)
+        if layer_idx is None:
             raise ValueError(
                 "model must have one attention module per layer, got "
                 f"{type(call.layer).__name__}, which serves several layers. Set mass_threshold "
                 "instead of calibrating the model."
             )
-        if layer in config.dense_layers:
+        if layer_idx in config.dense_layers:
             return
-        ranges = KeyRanges.causal(1, q.shape[2], k.shape[2], q.device)
-        measurement_by_layer[layer] = measure_layer(q, k, call.make_layer_context(ranges))
+        key_ranges = KeyRanges.causal(1, q.shape[2], k.shape[2], q.device)
+        measurement_by_layer[layer_idx] = measure_layer(q, k, call.make_layer_context(key_ranges))
         on_layer_done()
 
     input_ids = torch.tensor([tokens], device=model.device)
@@ -360,7 +362,7 @@ def measure_coverage(
         on_layer_done: function that is called after each layer.
 
     Returns:
-        layers: indices of the layers that can be sparse, sorted.
+        sparse_layers: indices of the layers that can be sparse, sorted.
         coverage: the `Coverage` of these layers at each of `cab_hf.calibration.anchors.THRESHOLDS`.
 
     Raises:
@@ -370,11 +372,11 @@ def measure_coverage(
     head_counts: set[tuple[int, int]] = set()
 
     def measure_layer_coverage(
-        q: Tensor, k: Tensor, context: LayerContext
+        q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> list[LayerMeasurement]:
         head_counts.add((q.shape[1], k.shape[1]))
         device_needles = Needles(*(needle_tensor.to(q.device) for needle_tensor in needles))
-        return anchor_calibration.measure_layer(q, k, context, config, device_needles)
+        return anchor_calibration.measure_layer(q, k, layer_context, config, device_needles)
 
     with _measure_input_changes(model) as importance_by_layer:
         measurement_by_layer = _measure_layers(
@@ -394,10 +396,12 @@ def measure_coverage(
             "anchors must be left out for a model whose layers differ in their heads, got layers "
             f"with {head_counts_text}. Calibrate without anchors."
         )
-    layers = sorted(measurement_by_layer)
-    layer_weights = [importance_by_layer[layer] for layer in layers]
-    layers_by_threshold = zip(*(measurement_by_layer[layer] for layer in layers), strict=True)
-    return layers, [
+    sparse_layers = sorted(measurement_by_layer)
+    layer_weights = [importance_by_layer[layer] for layer in sparse_layers]
+    layers_by_threshold = zip(
+        *(measurement_by_layer[layer] for layer in sparse_layers), strict=True
+    )
+    return sparse_layers, [
         anchor_calibration.compute_coverage(threshold_measurements, layer_weights)
         for threshold_measurements in layers_by_threshold
     ]
@@ -412,7 +416,7 @@ def _measure_input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]
         and output are hidden states. The dict is empty at first; a forward pass inside the ``with``
         statement fills the dict.
     """
-    change_by_layer: dict[int, float] = {}
+    input_change_by_layer: dict[int, float] = {}
     module_names = {id(module): module_name for module_name, module in model.named_modules()}
 
     def record_change(
@@ -421,7 +425,7 @@ def _measure_input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]
         layer_input = args[0] if args else kwargs["hidden_states"]
         layer_output = output[0] if isinstance(output, tuple) else output
         cosine_similarity = F.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
-        change_by_layer[decoder_layer_index] = float(1 - cosine_similarity.mean())
+        input_change_by_layer[decoder_layer_index] = float(1 - cosine_similarity.mean())
 
     with ExitStack() as hook_stack:
         for decoder_layer_index, module in attention_layers(model):
@@ -429,7 +433,9 @@ def _measure_input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]
             # a decoder layer with two attention modules has them in a list
             while isinstance(model.get_submodule(parent_name), nn.ModuleList):
                 parent_name = parent_name.rpartition(".")[0]
-            hook = partial(record_change, decoder_layer_index)
+            forward_hook = partial(record_change, decoder_layer_index)
             decoder_layer = model.get_submodule(parent_name)
-            hook_stack.enter_context(decoder_layer.register_forward_hook(hook, with_kwargs=True))
-        yield change_by_layer
+            hook_stack.enter_context(
+                decoder_layer.register_forward_hook(forward_hook, with_kwargs=True)
+            )
+        yield input_change_by_layer

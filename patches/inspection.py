@@ -59,8 +59,8 @@ def describe(
     require(
         tokens is None or is_whole_number(tokens), "tokens", tokens, "a whole number >= 1, or None"
     )
-    is_valid_switch = training is None or isinstance(training, bool)
-    require(is_valid_switch, "training", training, "True, False or None")
+    is_bool_or_none = training is None or isinstance(training, bool)
+    require(is_bool_or_none, "training", training, "True, False or None")
     text_config = model.config.get_text_config()
     implementation = text_config._attn_implementation
     if implementation not in IMPLEMENTATION_NAMES:
@@ -117,13 +117,15 @@ def _format_settings_line(implementation: str, config: CabConfig, prompt_tokens:
     """Return the first line of `describe`: attention implementation, settings, prompt length."""
     if implementation not in SPARSE_IMPLEMENTATIONS:
         return f"cab_dense: exact attention; a prompt of {prompt_tokens} tokens:"
-    block_text = f"blocks {config.query_block} x {config.key_block}"
-    origin = config.origin
+    block_size_text = f"blocks {config.query_block} x {config.key_block}"
+    calibration_origin = config.origin
     calibration_text = ""
-    if origin is not None:
-        calibration_text = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
+    if calibration_origin is not None:
+        calibration_text = (
+            f" (calibrated for {calibration_origin.model} at {calibration_origin.length:,} tokens)"
+        )
     settings_text = (
-        f"{implementation}: predictor {config.predictor}{_format_budget(config)}, {block_text}"
+        f"{implementation}: predictor {config.predictor}{_format_budget(config)}, {block_size_text}"
     )
     return f"{settings_text}; a prompt of {prompt_tokens} tokens{calibration_text}:"
 
@@ -149,16 +151,16 @@ def _make_gpu_lines(device: torch.device, dtype: torch.dtype) -> list[str]:
         if gpu_capability == capability.NO_CAPABILITY
         else f"compute capability {major}.{minor}"
     )
-    source_text = (
+    override_text = (
         ""
         if capability.CAPABILITY_OVERRIDE is None
         else f", as {capability.CAPABILITY_VARIABLE} says"
     )
     has_8_bit_scores = gpu_capability >= capability.FP8_CAPABILITY and dtype != torch.float32
-    score_text = "8 bits" if has_8_bit_scores else str(dtype).removeprefix("torch.")
+    score_dtype_text = "8 bits" if has_8_bit_scores else str(dtype).removeprefix("torch.")
     return [
-        f"  GPU: {capability_text}{source_text}; keys scored in {score_text}; nothing was measured "
-        "on one"
+        f"  GPU: {capability_text}{override_text}; keys scored in {score_dtype_text}; nothing "
+        "was measured on one"
     ]
 
 
@@ -168,15 +170,19 @@ def _format_budget(config: CabConfig) -> str:
         return f" ({config.curvature}: sparsity {config.sparsity})"
     if config.predictor not in CAB_PREDICTORS:
         return ""
-    sample_text = (
+    sampled_queries_text = (
         f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
     )
     key_stride = config.typical_key_stride
-    sample_text += f" queries on every {key_stride}th key" if key_stride > 3 else " queries"
-    sample_text += {2: " on every 2nd key"}.get(key_stride, "")
-    limit_text = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
+    sampled_queries_text += (
+        f" queries on every {key_stride}th key" if key_stride > 3 else " queries"
+    )
+    sampled_queries_text += {2: " on every 2nd key"}.get(key_stride, "")
+    threshold_text = (
+        f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
+    )
     anchor_text = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
-    return f" ({anchor_text}{sample_text}, {limit_text})"
+    return f" ({anchor_text}{sampled_queries_text}, {threshold_text})"
 
 
 def _format_anchor(config: CabConfig, module: nn.Module) -> str:
@@ -204,11 +210,11 @@ def _describe_decode(model: PreTrainedModel, config: CabConfig) -> str:
     min_tokens, decode_tokens = min_sparse_tokens(config), config.decode_tokens
     if min_tokens is None:
         return f"dense, decode_tokens {decode_tokens} is too large a share of the keys to save time"
-    layers = list(attention_layers(model))
+    attention_modules = list(attention_layers(model))
     # a dict without values, as an ordered set
     dense_reasons: dict[str, None] = {}
     refusal_reason = next(
-        filter(None, (find_unsupported_feature(module) for _, module in layers)), None
+        filter(None, (find_unsupported_feature(module) for _, module in attention_modules)), None
     )
     if refusal_reason is not None:
         return f"refused, {refusal_reason}"
@@ -219,7 +225,7 @@ def _describe_decode(model: PreTrainedModel, config: CabConfig) -> str:
         return "dense, transformers makes no cache for this model"
     # bytes per token and KV head, summed over layers
     cache_bytes = index_bytes = 0
-    for layer_index, module in layers:
+    for layer_index, module in attention_modules:
         key_dim = head_dim(module)
         # on the meta device, because only the shape of the index is needed
         sample_key = torch.empty(1, 1, 1, key_dim, dtype=model.dtype, device="meta")

@@ -51,11 +51,11 @@ class _SavedState:
 
     Attributes:
         saved_configs: for each config that the switch changed, the values before the switch.
-        is_with_block: True for a ``with`` block of `cab`, False for `apply_cab`.
+        is_from_with_block: True for a ``with`` block of `cab`, False for `apply_cab`.
     """
 
     saved_configs: list[SavedConfig]
-    is_with_block: bool
+    is_from_with_block: bool
 
 
 def restore_settings(saved_configs: list[SavedConfig]) -> None:
@@ -94,7 +94,7 @@ def apply_cab(
             model does not use transformers' attention interface.
         NotImplementedError: the call switches a model on which continuous batching runs.
     """
-    saved_state = _SavedState(_switch_to_cab(model, config, overrides), is_with_block=False)
+    saved_state = _SavedState(_switch_to_cab(model, config, overrides), is_from_with_block=False)
     saved_states = _get_saved_states(model)
     # a second call keeps the settings from before the first call
     if not saved_states:
@@ -126,7 +126,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
             _validate_restore_while_batching(module, saved_states[0])
             copy_configs(model)
             restore_settings(saved_states[0].saved_configs)
-            if not saved_states[-1].is_with_block:
+            if not saved_states[-1].is_from_with_block:
                 saved_states.pop()
     return model
 
@@ -151,7 +151,7 @@ def cab(
         NotImplementedError: the block ends while continuous batching runs on the model. The model
             then stays switched, as after `apply_cab`: stop the manager and call `remove_cab`.
     """
-    saved_state = _SavedState(_switch_to_cab(model, config, overrides), is_with_block=True)
+    saved_state = _SavedState(_switch_to_cab(model, config, overrides), is_from_with_block=True)
     saved_states = _get_saved_states(model)
     saved_states.append(saved_state)
     try:
@@ -165,7 +165,7 @@ def cab(
         try:
             _validate_restore_while_batching(transformers_model(model), saved_state)
         except NotImplementedError:
-            saved_state.is_with_block = False
+            saved_state.is_from_with_block = False
             if saved_state is not saved_states[0]:
                 saved_states.remove(saved_state)
             raise
@@ -206,7 +206,7 @@ def _switch_to_cab(
     text_config = inner_model.config.get_text_config()
     settings = cab_config_of(text_config) if config is None else to_cab_config(config)
     settings = settings.changed(**overrides)
-    is_frc_kept = (
+    keeps_frc_implementation = (
         text_config._attn_implementation == CAB_FRC and settings.predictor == FRC_PREDICTOR
     )
     # called before the switch, because these functions raise errors for settings that do not fit
@@ -218,7 +218,9 @@ def _switch_to_cab(
     # set before `switch_implementation`, during which transformers validates ``cab_config``
     text_config.cab_config = settings.to_dict()
     try:
-        switch_implementation(inner_model, text_config, CAB_FRC if is_frc_kept else "cab")
+        switch_implementation(
+            inner_model, text_config, CAB_FRC if keeps_frc_implementation else "cab"
+        )
     except BaseException:
         restore_settings(saved_configs)
         raise

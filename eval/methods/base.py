@@ -118,13 +118,17 @@ def find_nearest_config(
         return measure_value(make_config(candidates[index])) - cell.budget
 
     tolerance = TIME_TOLERANCE * cell.budget if cell.measure_time_ms else 0.0
-    low, high = 0, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        if abs(compute_excess(middle)) <= tolerance:
-            return make_config(candidates[middle])
-        low, high = (middle + 1, high) if compute_excess(middle) < 0 else (low, middle)
-    neighbour_indices = range(len(candidates))[max(0, low - 1) : low + 1]
+    low_index, end_index = 0, len(candidates)
+    while low_index < end_index:
+        middle_index = (low_index + end_index) // 2
+        if abs(compute_excess(middle_index)) <= tolerance:
+            return make_config(candidates[middle_index])
+        low_index, end_index = (
+            (middle_index + 1, end_index)
+            if compute_excess(middle_index) < 0
+            else (low_index, middle_index)
+        )
+    neighbour_indices = range(len(candidates))[max(0, low_index - 1) : low_index + 1]
     return make_config(
         candidates[min(neighbour_indices, key=lambda index: abs(compute_excess(index)))]
     )
@@ -140,12 +144,12 @@ def find_nearest_config_on_random_qk(
     """
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(RANDOM_QK_SEED)
-    shape = (2, 1, 1, length, RANDOM_HEAD_DIM)
-    q, k = torch.randn(shape, generator=generator, device=device)
-    context = LayerContext(KeyRanges.causal(1, length, length, device), RANDOM_HEAD_DIM**-0.5)
+    qk_shape = (2, 1, 1, length, RANDOM_HEAD_DIM)
+    q, k = torch.randn(qk_shape, generator=generator, device=device)
+    layer_context = LayerContext(KeyRanges.causal(1, length, length, device), RANDOM_HEAD_DIM**-0.5)
 
     def measure_density(config: CabConfig) -> float:
-        return make_predictor(config)(q, k, context).density()
+        return make_predictor(config)(q, k, layer_context).density()
 
     return find_nearest_config(candidates, make_config, cell, measure_density)
 

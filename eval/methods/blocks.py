@@ -216,7 +216,7 @@ def make_strided_scorer(stride: int) -> BlockScorer:
         return compute_block_mass(
             q=q,
             k=k,
-            ranges=layer_context.ranges,
+            key_ranges=layer_context.ranges,
             scale=layer_context.scale,
             query_block=query_block,
             key_block=key_block,

@@ -386,7 +386,7 @@ def _measure_steps(
             if measurements.is_cuda:
                 torch.cuda.empty_cache()
             continue
-        log.append({**step.fields, **result_fields})
+        log.append({**step.row_fields, **result_fields})
         if estimated_s:
             measured_s = time.perf_counter() - start_time - elapsed_s
             time_ratios.append(measured_s * budget.compute_slowdown(time_ratios) / estimated_s)

@@ -60,7 +60,7 @@ class Step:
     index: int = 0
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def row_fields(self) -> dict[str, Any]:
         """The fields of the step as the beginning of its row."""
         return asdict(self)
 

@@ -33,7 +33,7 @@ from cab_hf.eval.speed.runner import (
 )
 from cab_hf.eval.speed.timing import Bench, describe_timing, summarise_error
 from cab_hf.experiment.settings import flag, option
-from cab_hf.hf.rotary import llama_channels
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -90,7 +90,7 @@ class Settings(SpeedSettings):
         super().__post_init__()
         # gradients of dense kernels are checked only for the layout `WHOLE_LAYOUT`
         are_gradients_checked = self.layouts == (WHOLE_LAYOUT,) or self.directions == ("forward",)
-        self.check(
+        self.require_option(
             "directions", are_gradients_checked, f"forward for layouts other than {WHOLE_LAYOUT}"
         )
 
@@ -98,7 +98,7 @@ class Settings(SpeedSettings):
         return [self.make_config_for_case(case) for case in self.list_requested_cases()]
 
     @property
-    def method(self) -> str:
+    def method_description(self) -> str:
         return (
             f"{describe_timing(self.device, self.seconds)}; backward times are those of "
             "torch.autograd.grad alone, called from Python; predict + attend is one call, and "
@@ -110,7 +110,7 @@ class Settings(SpeedSettings):
     def make_config_for_case(self, case: Mapping[str, Any]) -> CabConfig:
         """Return CAB's config with the block sizes of ``case`` and its budget as max_density."""
         block_sizes = case["blocks"].split("x")
-        self.check(
+        self.require_option(
             "blocks", len(block_sizes) == 2 and all(map(str.isdigit, block_sizes)), "like 128x64"
         )
         query_block, key_block = map(int, block_sizes)
@@ -139,7 +139,11 @@ class Settings(SpeedSettings):
         def select_blocks(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
             head_dim = q.shape[-1]
             context = LayerContext(
-                ranges, head_dim**-0.5, layer_index, channels=llama_channels(head_dim), sinks=sinks
+                ranges,
+                head_dim**-0.5,
+                layer_index,
+                channels=slow_channels_of_llama(head_dim),
+                sinks=sinks,
             )
             return predict(q, k, context)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cab_hf import engines
-from cab_hf.call.layout import full_plan
+from cab_hf.call.layout import make_plan_of_visible_blocks
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, zigzag_attention
 from cab_hf.distributed.sharding import Sharding, get_sharding
@@ -108,7 +108,7 @@ class Settings(SpeedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         accepted_devices = "cuda or cpu, because every rank uses the GPU with its number"
-        self.check("device", self.device in ("cuda", "cpu"), accepted_devices)
+        self.require_option("device", self.device in ("cuda", "cpu"), accepted_devices)
 
     def configs(self) -> list[CabConfig]:
         return [self.make_config_with_density(length) for length in self.lengths]
@@ -130,7 +130,7 @@ class Settings(SpeedSettings):
         return config
 
     @property
-    def method(self) -> str:
+    def method_description(self) -> str:
         return (
             f"median of {self.runs} to {MAX_RUNS} runs ({self.seconds} s if there is time for "
             f"more) by time.perf_counter after one warm-up run (of {WARM_UP_TOKENS:,} tokens if "
@@ -191,7 +191,7 @@ class ContextParallel(RankedSpeed):
         return True
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        settings, num_ranks = self.settings, self.ranks.size
+        settings, num_ranks = self.settings, self.ranks.num_ranks
         rank_schemes = settings.schemes if num_ranks > 1 else ()
         one_rank_schemes = dict.fromkeys(
             SCHEMES[scheme].baseline_scheme for scheme in settings.schemes
@@ -224,7 +224,9 @@ class ContextParallel(RankedSpeed):
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == FORWARD_BACKWARD
         # for the check, each rank has two chunks of two blocks, and the last block is incomplete
-        check_case = self.make_bench_case(sample, ranks, 4 * ranks.size * DENSE_BLOCK_SIZE - 37)
+        check_case = self.make_bench_case(
+            sample, ranks, 4 * ranks.num_ranks * DENSE_BLOCK_SIZE - 37
+        )
         ranks.call_on_all_ranks(
             lambda: check_scheme(check_case, self.make_full_inputs(check_case), backward)
         )
@@ -365,15 +367,15 @@ class BenchCase:
         length: tokens of the whole sequence.
         process_group: the ranks of the sequence; None for one rank.
         config: CAB's config. Dense schemes use only its engine.
-        ranges: key ranges of this rank's queries. The first call sets the ranges, and later calls
-            reuse them, as the layers of a model do. None before the first call.
+        key_ranges: ranges of the keys of this rank's queries. The first call sets the ranges, and
+            later calls reuse the ranges, as the layers of a model do. None before the first call.
     """
 
     scheme: Scheme
     length: int
     process_group: ProcessGroup | None
     config: CabConfig
-    ranges: KeyRanges | None = None
+    key_ranges: KeyRanges | None = None
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -412,19 +414,21 @@ class BenchCase:
         if self.sharding is not None:
             if not self.scheme.is_sparse:
                 return None
-            plan = predict(q, k, ranges=self.ranges, config=self.config, **self.sharding_options)
-            self.ranges = plan.ranges
+            plan = predict(
+                q, k, ranges=self.key_ranges, config=self.config, **self.sharding_options
+            )
+            self.key_ranges = plan.ranges
             return plan
-        if self.ranges is None:
-            self.ranges = KeyRanges.causal(q.shape[0], self.length, self.length, q.device)
+        if self.key_ranges is None:
+            self.key_ranges = KeyRanges.causal(q.shape[0], self.length, self.length, q.device)
         if not self.scheme.is_sparse:
-            return full_plan(self.ranges, DENSE_BLOCK_SIZE)
-        return make_predictor(self.config)(q, k, LayerContext(self.ranges, q.shape[-1] ** -0.5))
+            return make_plan_of_visible_blocks(self.key_ranges, DENSE_BLOCK_SIZE)
+        return make_predictor(self.config)(q, k, LayerContext(self.key_ranges, q.shape[-1] ** -0.5))
 
     def make_workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
         """Return the workload of the engine, for training if the inputs require gradients."""
         block_sizes = self.config.query_block, self.config.key_block
-        return Workload.of(
+        return Workload.from_tensors(
             q, k, v, block_sizes if self.scheme.is_sparse else (DENSE_BLOCK_SIZE, DENSE_BLOCK_SIZE)
         )
 
@@ -492,7 +496,7 @@ def check_scheme(bench_case: BenchCase, inputs: Inputs, backward: bool) -> None:
     generator = torch.Generator(q.device).manual_seed(0)
     gradient = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
     plan = replace(
-        bench_case, scheme=ONE_RANK_SCHEMES[bench_case.scheme.baseline_scheme], ranges=None
+        bench_case, scheme=ONE_RANK_SCHEMES[bench_case.scheme.baseline_scheme], key_ranges=None
     ).select_blocks(q, k)
 
     def attend_by_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.runner import Panel
 from cab_hf.eval.speed.timing import Bench, describe_timing
 from cab_hf.experiment.settings import option, parse_length
-from cab_hf.hf.rotary import llama_channels
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
 
@@ -109,7 +109,7 @@ class Step(NamedTuple):
     expected_out: Tensor
 
     @property
-    def scale(self) -> float:
+    def softmax_scale(self) -> float:
         """The factor of the logits."""
         return self.q.shape[-1] ** -0.5
 
@@ -188,7 +188,7 @@ def _make_sdpa_call(backend: SDPBackend | None, step: Step) -> DecodeCall:
     def attend() -> Tensor:
         with nullcontext() if backend is None else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                step.q, step.k, step.v, scale=step.scale, enable_gqa=True
+                step.q, step.k, step.v, scale=step.softmax_scale, enable_gqa=True
             )
 
     return attend
@@ -206,7 +206,9 @@ def _make_transformers_call(step: Step) -> DecodeCall:
     mask = torch.ones(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool, device=q.device)
 
     def attend() -> Tensor:
-        out, _ = sdpa_attention_forward(module, q, k, v, attention_mask=mask, scaling=step.scale)
+        out, _ = sdpa_attention_forward(
+            module, q, k, v, attention_mask=mask, scaling=step.softmax_scale
+        )
         return out.transpose(1, 2)
 
     return attend
@@ -222,7 +224,7 @@ def _make_flash_call(module_names: tuple[str, ...], function_name: str, step: St
     """
     kernel = load_flash_function(function_name, module_names)
     q, k, v = (x.transpose(1, 2) for x in (step.q, step.k, step.v))
-    kernel_options: dict[str, Any] = {"softmax_scale": step.scale}
+    kernel_options: dict[str, Any] = {"softmax_scale": step.softmax_scale}
     if function_name == "flash_attn_with_kvcache":
         batch, length, *_ = k.shape
         kernel_options["cache_seqlens"] = torch.full(
@@ -273,7 +275,7 @@ class Settings(models.ModelShape):
         return [self.make_config_with_budget(budget) for budget in self.budgets]
 
     @property
-    def method(self) -> str:
+    def method_description(self) -> str:
         return (
             f"attention: {describe_timing(self.device, self.seconds)}; every kernel is compared "
             "with float32 attention before it is timed, cab with float32 attention over its "
@@ -519,9 +521,9 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
             stand for all unread keys.
     """
     q, k, v, weights, expected_out = step
-    rotary_channels, length = llama_channels(q.shape[-1]), k.shape[2]
+    rotary_channels, length = slow_channels_of_llama(q.shape[-1]), k.shape[2]
     # the index contains all keys; each step writes the last key again
-    index = decode.index_keys(k, rotary_channels)
+    key_index = decode.index_keys(k, rotary_channels)
     last_slot = torch.tensor([length - 1], device=q.device)
     num_all_keys, num_selected_keys = (
         torch.tensor([num_read_keys], dtype=torch.int32, device=q.device)
@@ -529,30 +531,30 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
     )
 
     def write_last_key() -> None:
-        decode.write_index(index, k[:, :, -1:], rotary_channels, last_slot)
+        decode.write_index(key_index, k[:, :, -1:], rotary_channels, last_slot)
 
     def choose_keys(num_keys: Tensor = num_selected_keys) -> Choice:
         return decode.choose(
             q,
-            index,
-            scale=step.scale,
+            key_index,
+            scale=step.softmax_scale,
             length=num_all_keys,
             num_keys=num_keys,
             channels=rotary_channels,
         )
 
-    def attend_to_choice(choice: Choice) -> Tensor:
-        return decode.attend(q, k, v, choice, scale=step.scale, length=num_all_keys)
+    def attend_to_choice(key_choice: Choice) -> Tensor:
+        return decode.attend(q, k, v, key_choice, scale=step.softmax_scale, length=num_all_keys)
 
     def run_cab_step() -> Tensor:
         write_last_key()
         return attend_to_choice(choose_keys())
 
-    full_attention, choice = attend_to_choice(choose_keys(num_all_keys)), choose_keys()
+    full_attention, key_choice = attend_to_choice(choose_keys(num_all_keys)), choose_keys()
     require_close(full_attention, expected_out, "with all keys selected")
-    selected_weights = weights * choice.to_mask().unsqueeze(2)
+    selected_weights = weights * key_choice.to_mask().unsqueeze(2)
     require_close(
-        attend_to_choice(choice.for_layer(q.device)),
+        attend_to_choice(key_choice.map_to_layer(q.device)),
         sum_weighted_values(selected_weights / selected_weights.sum(-1, keepdim=True), v),
         "over the selected keys",
     )
@@ -562,21 +564,21 @@ def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
             q=q[[sequence_index]].float(),
             k=k[[sequence_index]],
             v=v[[sequence_index]],
-            choice=Choice(*(choice_tensor[[sequence_index]] for choice_tensor in choice)),
-            scale=step.scale,
+            choice=Choice(*(choice_tensor[[sequence_index]] for choice_tensor in key_choice)),
+            scale=step.softmax_scale,
             length=num_all_keys,
         )
         for sequence_index in range(len(q))
     ]
     require_close(run_cab_step(), torch.cat(expected_per_sequence), "with the unread keys")
-    num_read_keys = int(choice.counts.sum())
+    num_read_keys = int(key_choice.counts.sum())
     return {
         "timing": bench.time(run_cab_step),
         "index": bench.time(write_last_key),
         "choose": bench.time(choose_keys),
-        "attend": bench.time(partial(attend_to_choice, choice)),
+        "attend": bench.time(partial(attend_to_choice, key_choice)),
         "kept": num_read_keys / (k.shape[0] * k.shape[1]),
         "mass": float(selected_weights.sum(-1).mean()),
-        "bytes": index.nbytes + num_read_keys * step.bytes_per_key,
+        "bytes": key_index.nbytes + num_read_keys * step.bytes_per_key,
         "full_error": float((full_attention.float() - expected_out).norm() / expected_out.norm()),
     }

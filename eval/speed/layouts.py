@@ -80,21 +80,21 @@ class Sequences:
     @property
     def num_causal_pairs(self) -> int:
         """The number of causal pairs: half of all (query, key) pairs within each sequence."""
-        return sum(length**2 for length in self.lengths) // 2
+        return sum(length**2 for length in self.sequence_lengths) // 2
 
     @property
-    def lengths(self) -> list[int]:
+    def sequence_lengths(self) -> list[int]:
         """The number of tokens of each sequence."""
         return [stop - start for _, start, stop in self.spans]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """The cumulative lengths of the sequences, without padding, int32 [sequences + 1]."""
-        cumulative_lengths = accumulate(self.lengths, initial=0)
+        cumulative_lengths = accumulate(self.sequence_lengths, initial=0)
         return torch.tensor(list(cumulative_lengths), dtype=torch.int32, device=self.device)
 
     @cached_property
-    def ranges(self) -> KeyRanges:
+    def key_ranges(self) -> KeyRanges:
         """The range of keys that the token in each slot may attend to; none for padding."""
         first_keys = torch.zeros(self.num_rows, self.num_slots, dtype=torch.int32)
         last_keys = torch.full_like(first_keys, -1)
@@ -106,7 +106,7 @@ class Sequences:
 
     def make_mask(self) -> MaskInfo:
         """Return the mask that a model passes to all its layers in one forward pass."""
-        padding = self.ranges.key_valid if self.layout == PADDED_LAYOUT else None
+        padding = self.key_ranges.key_valid if self.layout == PADDED_LAYOUT else None
         mask = cab_mask(
             self.num_rows,
             self.num_slots,
@@ -147,7 +147,7 @@ class Sequences:
             return
         out = attend(q, k, v, q.shape[-1] ** -0.5)
         check_attention(
-            out=out, q=q, k=k, v=v, plan=dense.make_causal_plan(self.ranges, num_heads=1)
+            out=out, q=q, k=k, v=v, plan=dense.make_causal_plan(self.key_ranges, num_heads=1)
         )
 
 
@@ -198,10 +198,16 @@ def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], VarlenKernel]) 
         sequences: the sequences of the rows.
         load_kernel: function that imports and returns the varlen kernel.
     """
-    kernel, cu_seqlens, max_length = load_kernel(), sequences.cu_seqlens, max(sequences.lengths)
+    kernel, cu_seqlens, max_length = (
+        load_kernel(),
+        sequences.cu_seqlens,
+        max(sequences.sequence_lengths),
+    )
     is_padded = sequences.layout == PADDED_LAYOUT
     # int64 [tokens]: slots of all tokens in the flattened batch
-    token_slots = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
+    token_slots = (
+        sequences.key_ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B * N, H, D]

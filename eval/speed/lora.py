@@ -109,25 +109,29 @@ class Settings(models.LongestSettings):
             self._set_option("implementations", (CAB_DENSE, CAB))
         accepted_names = (SDPA, CAB_DENSE, CAB, *dense.get_baselines(self.device))
         self.check_choice("implementations", accepted_names)
-        self.check("experts", not self.experts, "0, because the adapters and tiles are of one MLP")
+        self.require_option(
+            "experts", not self.experts, "0, because the adapters and tiles are of one MLP"
+        )
         supports_cp = CP not in self.spread or set(self.implementations) & set(IMPLEMENTATION_NAMES)
         sharded_implementations = ", ".join(
             implementation_name
             for implementation_name in IMPLEMENTATION_NAMES
             if implementation_name in accepted_names
         )
-        self.check(
+        self.require_option(
             "implementations",
             supports_cp,
             f"some of {sharded_implementations} if a sequence is sharded ({CP})",
         )
-        self.check(
+        self.require_option(
             "qlora", not (self.qlora and self.is_on_several_ranks), "left out if ranks share a step"
         )
         has_default_density = not self.longest or any(
             ":" not in density_part for density_part in self.max_density
         )
-        self.check("max_density", has_default_density, "one share for all lengths with --longest")
+        self.require_option(
+            "max_density", has_default_density, "one share for all lengths with --longest"
+        )
 
     @property
     def is_on_several_ranks(self) -> bool:
@@ -135,7 +139,7 @@ class Settings(models.LongestSettings):
         return self.spread != (ONE_RANK,)
 
     @property
-    def method(self) -> str:
+    def method_description(self) -> str:
         ranks_phrase = models.RANKS_NOTE if self.is_on_several_ranks or is_torchrun() else ""
         return (
             f"median of {self.runs} steps by time.perf_counter after one warm-up step of at most "
@@ -202,7 +206,7 @@ class LoraStep(RankedSpeed):
         for parallelism in settings.spread:
             case_fields = {
                 "spread": parallelism,
-                "world": 1 if parallelism == ONE_RANK else self.ranks.size,
+                "world": 1 if parallelism == ONE_RANK else self.ranks.num_ranks,
             }
             cases = [
                 case
@@ -282,7 +286,7 @@ class LoraStep(RankedSpeed):
         tile_tokens, (num_offloaded_layers, _) = self.choose_memory_savings(
             sample, length, get_available_memory(sample["room_gib"])
         )
-        num_sharing_ranks = ranks.size if parallelism == CP else 1
+        num_sharing_ranks = ranks.num_ranks if parallelism == CP else 1
         host_gib = apply_memory_savings(
             settings, length // num_sharing_ranks, tile_tokens, num_offloaded_layers
         )
@@ -395,7 +399,7 @@ def make_train_state(settings: Settings) -> TrainState:
     model = with_lora(model, LORA_TARGETS, settings.rank, LORA_ALPHA)
     enable_gradient_checkpointing(model)
     model.train()
-    return TrainState(Objective(model), Cost.of(model))
+    return TrainState(Objective(model), Cost.from_model(model))
 
 
 def apply_memory_savings(
@@ -413,10 +417,11 @@ def apply_memory_savings(
     # a larger tile than any sequence disables tiling: one tile contains all tokens and padding
     compute_in_tiles(model, tile_tokens or sys.maxsize)
     offload = Offload(num_offloaded_layers, torch.device(settings.device))
-    # `enable` frees the pinned memory of an earlier case before `reserve` pins more
-    offload.enable(model)
+    # `install_in_layers` frees the pinned memory of an earlier case, before `reserve_host_memory`
+    # pins more
+    offload.install_in_layers(model)
     # pin memory now, so that the timed step does not
-    offload.reserve(tokens_per_rank * settings.hidden * settings.torch_dtype.itemsize)
+    offload.reserve_host_memory(tokens_per_rank * settings.hidden * settings.torch_dtype.itemsize)
     return offload.host_bytes / GIB
 
 
@@ -527,7 +532,7 @@ def prepare_backward(
     if parallelism in (DDP, CP):
         wrapped_objective = DistributedDataParallel(objective, process_group=ranks.process_group)
     if parallelism == CP:
-        block_tokens, loss_scale = get_block_tokens(objective.model), ranks.size
+        block_tokens, loss_scale = get_block_tokens(objective.model), ranks.num_ranks
         # gradient checkpointing recomputes a layer, which gathers K and V again in any case
         parallel_context = context_parallel(
             objective.model, ranks.process_group, block=block_tokens, regather_kv=False

@@ -81,7 +81,7 @@ class ModelShape(SpeedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         accepted_values = f"at most --experts {self.experts}"
-        self.check(
+        self.require_option(
             "experts_per_token",
             not self.experts or self.experts_per_token <= self.experts,
             accepted_values,
@@ -151,7 +151,7 @@ class LongestSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
+        self.require_option("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
 
 
 def describe_run(settings: Mapping[str, Any]) -> str:
@@ -339,7 +339,7 @@ def prepare_prefill(
                 dtype=model.dtype,
                 device=model.device,
             )
-        with set_prompt(num_cached + length, start=num_cached):
+        with set_prompt(num_cached + length, num_cached_tokens=num_cached):
             for chunk_ids in prompt.split(chunk_tokens or length, dim=1):
                 output = model(chunk_ids, **make_cache_arguments(model, cache), logits_to_keep=1)
         return output

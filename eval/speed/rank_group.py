@@ -69,14 +69,14 @@ class RankGroup:
         return 0 if self.process_group is None else self.process_group.rank()
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         return 1 if self.process_group is None else self.process_group.size()
 
     def all_gather(self, own_value: Result) -> list[Result]:
         """Return the values of all ranks, in the order of the ranks."""
         if self.control_group is None:
             return [own_value]
-        rank_values: list[Any] = [None] * self.size
+        rank_values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(rank_values, own_value, group=self.control_group)
         return rank_values
 
@@ -99,7 +99,7 @@ class RankGroup:
             length: tokens of the sharded sequence.
             block_tokens: tokens of which the chunks of ranks are multiples.
         """
-        sharding = get_sharding((length,), self.size, block_tokens)
+        sharding = get_sharding((length,), self.num_ranks, block_tokens)
         return int((sharding.positions[self.rank] + 1)[sharding.is_real[self.rank]].sum())
 
     def call_on_all_ranks(self, call: Callable[[], Result]) -> Result:
@@ -180,7 +180,7 @@ class RankGroup:
             )
             rank_results = self.all_gather(own_result)
             slowest_ms = [
-                max(times[run_index] for times, _ in rank_results) / num_calls
+                max(run_times_ms[run_index] for run_times_ms, _ in rank_results) / num_calls
                 for run_index in range(num_runs)
             ]
             peak_gibs = [peak_gib for _, peak_gib in rank_results]
@@ -235,9 +235,9 @@ def init_process_groups(device: str, command: str) -> Iterator[RankGroup]:
             "several. Start them on one host."
         )
     if torch.device(device).type == "cuda":
-        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(gpu)
-        dist.init_process_group("nccl", device_id=gpu)
+        gpu_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu_device)
+        dist.init_process_group("nccl", device_id=gpu_device)
     else:
         dist.init_process_group("gloo")
     try:
@@ -271,7 +271,7 @@ class RankedSpeed(Speed):
     @property
     def is_ranked(self) -> bool:
         """True if results depend on the number of ranks."""
-        return self.ranks.size > 1 or self.needs_ranks(self.settings)
+        return self.ranks.num_ranks > 1 or self.needs_ranks(self.settings)
 
     @classmethod
     def main(cls, arguments: Sequence[str]) -> int:
@@ -292,12 +292,12 @@ class RankedSpeed(Speed):
 
     def recorded_settings(self) -> dict[str, Any]:
         """Return the settings, and the number of ranks if results depend on it."""
-        rank_fields = {"worlds": [self.ranks.size]} if self.is_ranked else {}
+        rank_fields = {"worlds": [self.ranks.num_ranks]} if self.is_ranked else {}
         return {**super().recorded_settings(), **rank_fields}
 
     def check_settings(self) -> None:
         super().check_settings()
-        if self.is_ranked and self.ranks.size < self.MIN_RANKS:
+        if self.is_ranked and self.ranks.num_ranks < self.MIN_RANKS:
             raise UsageError(
                 "torchrun must start at least 2 ranks, because the op measures ranks, and "
                 "torchrun started 1; give it --nproc_per_node=2."

@@ -168,28 +168,28 @@ class SpeedSettings:
         self._set_option("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
         self._set_option("lengths", tuple(sorted(self.lengths)))
-        self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
-        self.check("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
+        self.require_option("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
+        self.require_option("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
         for option_name in self.POSITIVE:
             option_value = getattr(self, option_name)
             min_value = (
                 min(option_value, default=0) if isinstance(option_value, tuple) else option_value
             )
-            self.check(option_name, min_value > 0, "at least 1")
+            self.require_option(option_name, min_value > 0, "at least 1")
         for option_name in self.NON_NEGATIVE:
-            self.check(option_name, (getattr(self, option_name) or 0) >= 0, "0 or more")
+            self.require_option(option_name, (getattr(self, option_name) or 0) >= 0, "0 or more")
         for option_name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
             self.check_choice(option_name, choices)
         if hasattr(self, "kv_heads"):
             is_multiple = self.heads > 0 and self.heads % self.kv_heads == 0
-            self.check("heads", is_multiple, f"a multiple of kv_heads={self.kv_heads}")
+            self.require_option("heads", is_multiple, f"a multiple of kv_heads={self.kv_heads}")
         # raise an error for invalid configs before the run instead of during it
         _ = self.cab_config, self.configs()
 
     def _set_option(self, option_name: str, new_value: Any) -> None:
         object.__setattr__(self, option_name, new_value)
 
-    def check(self, option_name: str, is_accepted: object, accepted_values: str) -> None:
+    def require_option(self, option_name: str, is_accepted: object, accepted_values: str) -> None:
         """Raise an error about the option ``option_name`` unless ``is_accepted`` is true."""
         require(self, option_name, is_accepted, accepted_values)
 
@@ -199,7 +199,9 @@ class SpeedSettings:
         is_list = isinstance(option_value, tuple)
         option_values = set(option_value if is_list else (option_value,))
         accepted_values = f"{'out' if is_list else 'one'} of {', '.join(choices)}"
-        self.check(option_name, option_values and option_values <= set(choices), accepted_values)
+        self.require_option(
+            option_name, option_values and option_values <= set(choices), accepted_values
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -263,7 +265,7 @@ class SpeedSettings:
         accepted_values = (
             f"a {value_noun}, or LENGTH:{value_noun.upper()} pairs that include {length:,} tokens"
         )
-        self.check(option_name, value, accepted_values)
+        self.require_option(option_name, value, accepted_values)
         return value
 
     def get_density_at_length(self, length: int) -> float:
@@ -394,7 +396,10 @@ class Speed(Experiment):
 
     def recorded_settings(self) -> dict[str, Any]:
         settings = self.settings
-        speed_fields = {"cab_config": settings.cab_config.to_dict(), "method": settings.method}
+        speed_fields = {
+            "cab_config": settings.cab_config.to_dict(),
+            "method": settings.method_description,
+        }
         return {**super().recorded_settings(), **speed_fields}
 
     def provenance(self, started: str) -> dict[str, Any]:

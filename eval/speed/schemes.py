@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cab_hf import engines
-from cab_hf.call.layout import full_plan
+from cab_hf.call.layout import make_plan_of_visible_blocks
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import name_lost_rank, wait_for_collective
 from cab_hf.distributed.sharded import ShardedLayout
@@ -40,7 +40,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Ten
         )
     options = {**zigzag_attention.__kwdefaults__, **options}
     layout, engine, _, scale = zigzag.check_arguments(q, k, v, **options)
-    is_training = Workload.of(q, k, v, (0, 0)).training
+    is_training = Workload.from_tensors(q, k, v, (0, 0)).training
     if is_training and engine is not engines.REFERENCE:
         raise NotImplementedError(
             "engine must have gradients of its log-sum-exp for ring_attention, got "
@@ -66,7 +66,7 @@ def _attend_in_ring(
             received_kv, transfers = _start_exchange(kv.detach(), layout.group, 1)
         keys, values = kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
         ranges = _make_ranges_for_rank(layout.ranges, layout.shard_map, (rank - step) % num_ranks)
-        plan = full_plan(ranges, layout.shard_map.sharding.dense_block_size)
+        plan = make_plan_of_visible_blocks(ranges, layout.shard_map.sharding.dense_block_size)
         step_out, step_lse = engine.attention(q, keys, values, plan, scale=scale, return_lse=True)
         # merge in at least float32, so that the output is rounded only once
         step_out = step_out.to(step_lse.dtype)

@@ -102,7 +102,7 @@ class Settings(models.ModelSettings):
             (VLLM, *CAB_IMPLEMENTATIONS) if self.engine == VLLM else set(IMPLEMENTATIONS) - {VLLM}
         )
         accepted_values = f"some of {', '.join(supported_names)} with engine {self.engine}"
-        self.check(
+        self.require_option(
             "implementations", set(self.implementations) <= set(supported_names), accepted_values
         )
         are_known_lengths = self.parse_option_by_length("requests", int).keys() <= {
@@ -110,28 +110,30 @@ class Settings(models.ModelSettings):
             *self.lengths,
         }
         accepted_values = f"for lengths among {', '.join(map(str, self.lengths))}"
-        self.check("requests", are_known_lengths, accepted_values)
+        self.require_option("requests", are_known_lengths, accepted_values)
         request_counts = self.num_requests_by_length.values()
-        self.check("requests", min(request_counts) > 0, "numbers from 1 up")
+        self.require_option("requests", min(request_counts) > 0, "numbers from 1 up")
         densities = {self.get_density_at_length(length) for length in self.lengths}
-        self.check(
+        self.require_option(
             "max_density",
             len(densities) == 1,
             "one value, because a model serves all lengths alike",
         )
-        self.check(
+        self.require_option(
             "new_tokens", self.new_tokens > 1, "at least 2, because the first one is not timed"
         )
         accepted_quantization = (
             f"empty with engine {self.engine}: only vLLM quantizes the weights of the trace"
         )
-        self.check(
+        self.require_option(
             "quantization", not self.quantization or self.engine == VLLM, accepted_quantization
         )
-        self.check("shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt")
-        self.check("blocks", self.blocks is None or self.blocks > 0, "at least 1")
-        self.check("memory", 0 < self.memory <= 1, "in (0, 1]")
-        self.check("page_size", self.page_size >= 4, "at least 4")
+        self.require_option(
+            "shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt"
+        )
+        self.require_option("blocks", self.blocks is None or self.blocks > 0, "at least 1")
+        self.require_option("memory", 0 < self.memory <= 1, "in (0, 1]")
+        self.require_option("page_size", self.page_size >= 4, "at least 4")
 
     @property
     def num_requests_by_length(self) -> dict[int, int]:
@@ -147,7 +149,7 @@ class Settings(models.ModelSettings):
         return self.lengths[-1]
 
     @property
-    def method(self) -> str:
+    def method_description(self) -> str:
         arrivals_phrase = (
             f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
         )

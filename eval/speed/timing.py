@@ -233,7 +233,7 @@ class GpuBench(Bench):
         for start_event, end_event in events:
             before_run()
             for _ in range(num_flushes):
-                self._flush()
+                self._flush_cache()
             start_event.record()
             call()
             end_event.record()
@@ -242,7 +242,7 @@ class GpuBench(Bench):
             start_event.elapsed_time(end_event) for start_event, end_event in events
         )
 
-    def _flush(self) -> None:
+    def _flush_cache(self) -> None:
         self.flush_buffer.amax()
 
     def _capture_graph(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -94,9 +94,9 @@ class Settings(models.LongestSettings):
         super().__post_init__()
         self._set_option("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         supports_ranks = not is_torchrun() or self.variants == (PLAIN_VARIANT,)
-        self.check("variants", supports_ranks, f"{PLAIN_VARIANT} if ranks share a prompt")
+        self.require_option("variants", supports_ranks, f"{PLAIN_VARIANT} if ranks share a prompt")
         supports_variants = not self.experts or self.variants == (PLAIN_VARIANT,)
-        self.check("variants", supports_variants, f"{PLAIN_VARIANT} with --experts")
+        self.require_option("variants", supports_variants, f"{PLAIN_VARIANT} with --experts")
         # attention implementations that support a sequence sharded over ranks
         supported_names = (CAB_DENSE, *CAB_IMPLEMENTATIONS)
         if not is_torchrun():
@@ -106,40 +106,42 @@ class Settings(models.LongestSettings):
         self.check_choice("implementations", supported_names)
         query_block = self.cab_config.query_block
         if self.chunk:
-            self.check("chunk", not is_torchrun() and not self.behind, "0 for ranks or a question")
-            self.check(
+            self.require_option(
+                "chunk", not is_torchrun() and not self.behind, "0 for ranks or a question"
+            )
+            self.require_option(
                 "chunk", self.chunk % query_block == 0, f"a multiple of query_block={query_block}"
             )
             unsupported_names = sorted(
                 set(self.implementations) - {SDPA, CAB_DENSE, *CAB_IMPLEMENTATIONS}
             )
-            self.check(
+            self.require_option(
                 "chunk",
                 not unsupported_names,
                 f"0 for {', '.join(unsupported_names)}, which reads no static cache",
             )
         if self.longest:
-            self.check(
+            self.require_option(
                 "longest", not is_torchrun() and not self.behind, "off for ranks or a question"
             )
             has_default_density = any(":" not in density_part for density_part in self.max_density)
-            self.check(
+            self.require_option(
                 "max_density", has_default_density, "one share for all lengths with --longest"
             )
         if self.behind:
-            self.check("behind", not is_torchrun(), "0 if ranks share a prompt")
+            self.require_option("behind", not is_torchrun(), "0 if ranks share a prompt")
             accepted_lengths = (
                 f"at least query_block={query_block} each after a cache, because fewer tokens are "
                 "read densely"
             )
-            self.check("lengths", self.lengths[0] >= query_block, accepted_lengths)
+            self.require_option("lengths", self.lengths[0] >= query_block, accepted_lengths)
 
     @property
     def max_positions(self) -> int:
         return super().max_positions + self.behind
 
     @property
-    def method(self) -> str:
+    def method_description(self) -> str:
         cache_phrase = f", after {self.behind:,} random ones in the cache" if self.behind else ""
         method_phrase = (
             f"median of {self.runs} runs by time.perf_counter after one warm-up run, from the "
@@ -206,7 +208,7 @@ class TimeToFirstToken(RankedSpeed):
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for case in settings.list_requested_cases():
-            yield {**case, "world": self.ranks.size, "sought": False}
+            yield {**case, "world": self.ranks.num_ranks, "sought": False}
         for case in settings.list_requested_cases() if settings.longest else ():
             # one search per variant and implementation: the search chooses the lengths
             if case["length"] == settings.lengths[0]:
@@ -241,7 +243,7 @@ class TimeToFirstToken(RankedSpeed):
         length, implementation = sample["length"], sample["implementation"]
         num_cached = settings.behind
         num_runs = 1 if sample["sought"] else settings.runs
-        if ranks.size > 1:
+        if ranks.num_ranks > 1:
             ranks.call_on_all_ranks(bench.free_memory)
             # `prepare_sharded_prefill` warms up on a shorter prompt, so the first call is timed
             prefill_context, warm_up_seconds = (
@@ -277,7 +279,7 @@ class TimeToFirstToken(RankedSpeed):
             "fits": True,
             "peak_gib": peak_gib,
             "ceiling": settings.count_flops(length, 1.0, num_cached) / sparse_flops,
-            "tflops": sparse_flops / ms / 1e9 / ranks.size,
+            "tflops": sparse_flops / ms / 1e9 / ranks.num_ranks,
         }
 
     def read_memory_fields(self, length: int, implementation: str, variant: str) -> dict[str, Any]:

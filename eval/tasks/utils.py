@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from cab_hf.data.documents import make_recall_document
-from cab_hf.data.needles import NOISE_SENTENCES, leading_tokens, split_sentences
+from cab_hf.data.needles import NOISE_SENTENCES, find_leading_special_tokens, split_sentences
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval.haystack import Haystack, is_right_answer
 
@@ -97,7 +97,7 @@ def make_recall_questions(
     """
     tokenizer, sentences = load_tokenizer(**tokenizer_options), _read_sentences(haystack)
     # lm_eval adds the leading special tokens again
-    num_leading_tokens = len(leading_tokens(tokenizer))
+    num_leading_tokens = len(find_leading_special_tokens(tokenizer))
 
     def decode_text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(tokens[num_leading_tokens:], clean_up_tokenization_spaces=False)
@@ -157,7 +157,9 @@ def make_task_documents(
     """
     tokenizer, sentences = load_tokenizer(**tokenizer_options), _read_sentences(haystack)
     # lm_eval adds the leading special tokens again, unless a chat template contains them
-    num_leading_tokens = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
+    num_leading_tokens = (
+        len(find_leading_special_tokens(tokenizer)) if tokenizer.chat_template is None else 0
+    )
     documents = []
     for index, length in product(range(samples), max_seq_lengths):
         example = TASKS[task_name].make(
