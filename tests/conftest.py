@@ -18,7 +18,7 @@ def gpu():
 
 
 @pytest.fixture
-def uninitialised_is_nan():
+def fill_uninitialised_with_nan():
     """Make `torch.empty` fill tensors with NaN, to detect kernels that skip an element."""
     import torch
 
@@ -28,7 +28,7 @@ def uninitialised_is_nan():
 
 
 @pytest.fixture
-def pointer_loads(monkeypatch):
+def force_pointer_loads(monkeypatch):
     """Make kernels load tiles by pointers, not tensor descriptors, as on GPUs before Hopper."""
     from cab_hf.ops import launch
 
@@ -56,11 +56,11 @@ def start_ranks(tmp_path):
 
     started_pools = []
 
-    def start_pool(num_ranks, timeout_seconds=60):
+    def start_rank_pool(num_ranks, timeout_seconds=60):
         started_pools.append(Ranks(num_ranks, tmp_path, timeout_seconds))
         return started_pools[-1]
 
-    yield start_pool
+    yield start_rank_pool
     for ranks in started_pools:
         ranks.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 
 import cab_hf
 
@@ -162,7 +162,7 @@ def test_files_of_a_sparse_prefill_are_listed():
         page_text.index("### Files of one sparse prefill") : page_text.index("## Questions")
     ]
     listed_files = set(re.findall(r"`([\w/]+\.py)`", section_text))
-    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
+    model = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
     package_folder, called_files = Path(cab_hf.__file__).parent, set()
 
     def record_file(frame, event, argument):
@@ -170,10 +170,10 @@ def test_files_of_a_sparse_prefill_are_listed():
         if event == "call" and file.is_relative_to(package_folder):
             called_files.add(file.relative_to(package_folder).as_posix())
 
-    model(tokens(1, 300))
+    model(draw_token_ids(1, 300))
     sys.setprofile(record_file)
     try:
-        model(tokens(1, 300))
+        model(draw_token_ids(1, 300))
     finally:
         sys.setprofile(None)
     assert called_files - UNDOCUMENTED_FILES == listed_files

@@ -14,9 +14,16 @@ from call_cases import (
     pad_left,
 )
 from marks import is_transformers_before, mark_slow_except
-from tiny import FULL_BUDGET_CONFIG, MODEL_FAMILIES, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
+from tiny import (
+    FULL_BUDGET_CONFIG,
+    MODEL_FAMILIES,
+    MODEL_SIZES,
+    SPARSE_CONFIG,
+    draw_token_ids,
+    make_tiny_model,
+)
 from tiny_types import FIRST_REGULAR_TOKEN
-from tiny_types import tiny_model as tiny_model_of
+from tiny_types import make_tiny_model as make_model_of_type
 from transformers import (
     AttentionInterface,
     LlamaForSequenceClassification,
@@ -33,13 +40,13 @@ parametrize_family = pytest.mark.parametrize("family", MODEL_FAMILIES)
 @pytest.fixture(scope="module")
 def llama():
     """Return a tiny LLaMA."""
-    return tiny_model()
+    return make_tiny_model()
 
 
 @pytest.fixture(scope="module")
 def one_layer_llama():
     """Return a tiny LLaMA of one layer."""
-    return tiny_model(num_hidden_layers=1)
+    return make_tiny_model(num_hidden_layers=1)
 
 
 @parametrize_family
@@ -48,7 +55,7 @@ def one_layer_llama():
 def test_full_budget_equals_sdpa(family, implementation, inputs, real_tokens):
     if family == "llama4" and "position_ids" in inputs and is_transformers_before("5.24"):
         pytest.skip("this transformers counts the chunks of packed documents from the row's start")
-    model = tiny_model(family)
+    model = make_tiny_model(family)
     expected = compute_logits(model, **inputs)
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
@@ -88,7 +95,7 @@ def make_packed_inputs(document_lengths, use_cache, left_padding=None, right_pad
     ``left_padding`` and ``right_padding`` are numbers of padding tokens. ``left_padding`` None: no
     padding and no attention mask.
     """
-    ids = tokens(1, sum(document_lengths))
+    ids = draw_token_ids(1, sum(document_lengths))
     positions = make_packed_position_ids(document_lengths)
     inputs = {"use_cache": use_cache}
     if left_padding is None:
@@ -97,7 +104,7 @@ def make_packed_inputs(document_lengths, use_cache, left_padding=None, right_pad
         [torch.zeros(left_padding), torch.ones(sum(document_lengths)), torch.zeros(right_padding)]
     ).bool()
     # padding has random tokens and descending positions, which must not change the logits
-    inputs["input_ids"] = tokens(1, len(mask), seed=5).masked_scatter(mask, ids)
+    inputs["input_ids"] = draw_token_ids(1, len(mask), seed=5).masked_scatter(mask, ids)
     padding_positions = torch.arange(len(mask)).flip(0).unsqueeze(0)
     inputs["position_ids"] = padding_positions.masked_scatter(mask, positions)
     return inputs | {"attention_mask": mask.long().unsqueeze(0)}, mask
@@ -111,7 +118,7 @@ def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
     family, implementation, document_lengths, packing_options
 ):
     """Compare with sdpa without mask and cache, which then detects documents by position ids."""
-    model = tiny_model(family, num_hidden_layers=2)
+    model = make_tiny_model(family, num_hidden_layers=2)
     expected = compute_logits(model, **make_packed_inputs(document_lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
@@ -125,7 +132,7 @@ def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
 def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
     token_indices = torch.arange(150)
     jumping_positions = torch.where(token_indices < 60, token_indices, token_indices + 40)
-    inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
+    inputs = {"input_ids": draw_token_ids(1, 150), "use_cache": use_cache}
     for positions in (jumping_positions, token_indices + 7):
         inputs["position_ids"] = positions.unsqueeze(0)
         expected = compute_logits(llama, **inputs)
@@ -152,8 +159,8 @@ def test_full_budget_generates_tokens_of_sdpa(family, generate_options, num_padd
         and is_transformers_before("5.24")
     ):
         pytest.skip("this transformers makes no mask of chunks for a static cache")
-    model = tiny_model(family)
-    ids, mask = pad_left(tokens(2, 130), num_padding_tokens)
+    model = make_tiny_model(family)
+    ids, mask = pad_left(draw_token_ids(2, 130), num_padding_tokens)
     mask = mask.clone()
     mask[1, : num_padding_tokens + 10] = 1 if not num_padding_tokens else 0
     generate_options = {"max_new_tokens": 4, "do_sample": False, **generate_options}
@@ -178,7 +185,7 @@ PUBLISHED_CONFIGS = [
 )
 def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed_slice):
     """Assert bit-identical logits in query blocks before the first changed token."""
-    ids = tokens(1, 320)
+    ids = draw_token_ids(1, 320)
     changed_ids = ids.clone()
     changed_ids[0, changed_slice] = (ids[0, changed_slice] + 1) % 60 + 3
     with cab_hf.cab(llama, config):
@@ -199,7 +206,8 @@ def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, chan
 def test_packed_logits_equal_single_document_logits(llama, boundary_argument):
     document_lengths = (170, 33, 240)
     documents = [
-        tokens(1, document_length, seed=document_length) for document_length in document_lengths
+        draw_token_ids(1, document_length, seed=document_length)
+        for document_length in document_lengths
     ]
     positions = make_packed_position_ids(document_lengths)
     inputs = {
@@ -249,8 +257,8 @@ POSITION_IDS_IN_MASK_ONLY_TYPES = [
 )
 @pytest.mark.parametrize("model_type", mark_slow_except(POSITION_IDS_IN_MASK_ONLY_TYPES, 0, 1))
 def test_layers_without_position_ids_separate_documents(model_type, cache_and_mask_inputs):
-    model = cab_hf.apply_cab(tiny_model_of(model_type), FULL_BUDGET_CONFIG)
-    ids = tokens(2, 150) + FIRST_REGULAR_TOKEN
+    model = cab_hf.apply_cab(make_model_of_type(model_type), FULL_BUDGET_CONFIG)
+    ids = draw_token_ids(2, 150) + FIRST_REGULAR_TOKEN
     packed_logits = compute_logits(
         model,
         input_ids=ids,
@@ -263,9 +271,9 @@ def test_layers_without_position_ids_separate_documents(model_type, cache_and_ma
 
 @torch.no_grad()
 def test_model_without_position_ids_separates_documents():
-    model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
+    model = make_model_of_type("granitemoehybrid", layer_types=["full_attention"] * 4)
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
-    ids = tokens(1, 150) + FIRST_REGULAR_TOKEN
+    ids = draw_token_ids(1, 150) + FIRST_REGULAR_TOKEN
     packed_inputs = {"position_ids": make_packed_position_ids((70, 80)), "use_cache": False}
     expected = compute_logits(model, input_ids=ids[:, 70:], use_cache=False)
     torch.testing.assert_close(
@@ -283,7 +291,7 @@ def test_model_without_position_ids_separates_documents():
 def test_cumulative_lengths_separate_documents_of_a_batch(
     llama, cumulative_lengths, document_lengths
 ):
-    ids, positions = tokens(2, 150), torch.arange(150)
+    ids, positions = draw_token_ids(2, 150), torch.arange(150)
     cumulative_lengths = torch.tensor(cumulative_lengths, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE_CONFIG):
         logits = compute_logits(
@@ -305,7 +313,7 @@ def test_cumulative_lengths_separate_documents_of_a_batch(
 def test_last_chunk_below_query_block_is_dense(one_layer_llama, row_lengths):
     """A chunk shorter than a query block is dense, as steps of assisted decoding must be."""
     max_length, compared_row = max(row_lengths), row_lengths.index(150)
-    ids = tokens(len(row_lengths), max_length)
+    ids = draw_token_ids(len(row_lengths), max_length)
     mask = torch.stack([torch.arange(max_length) < row_length for row_length in row_lengths])
     with (
         cab_hf.cab(one_layer_llama, SPARSE_CONFIG, redundancy=0.0, dense_tail_blocks=0),
@@ -323,7 +331,7 @@ def test_last_chunk_below_query_block_is_dense(one_layer_llama, row_lengths):
 
 def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
     """Turn off curvature and dense tail, because these two depend on where chunks end."""
-    ids = tokens(1, 328)
+    ids = draw_token_ids(1, 328)
     with cab_hf.cab(llama, SPARSE_CONFIG, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
         expected = llama(ids).logits
         cache, chunk_logits = None, []
@@ -340,7 +348,7 @@ def train_and_record_losses(model, num_steps=20):
     model.train()
     step_losses = []
     for step in range(num_steps):
-        ids = tokens(2, 96, seed=step)
+        ids = draw_token_ids(2, 96, seed=step)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -350,7 +358,7 @@ def train_and_record_losses(model, num_steps=20):
 
 
 def test_full_budget_training_losses_match_dense():
-    dense_model = tiny_model()
+    dense_model = make_tiny_model()
     cab_model = cab_hf.apply_cab(copy.deepcopy(dense_model), FULL_BUDGET_CONFIG)
     expected = train_and_record_losses(dense_model)
     assert expected[-1] < expected[0]
@@ -359,8 +367,8 @@ def test_full_budget_training_losses_match_dense():
 
 @pytest.mark.parametrize("family", ["llama", "granite-swa"])
 def test_gradient_checkpointing_gives_the_same_gradients(family):
-    ids = tokens(2, 200)
-    model = cab_hf.apply_cab(tiny_model(family), SPARSE_CONFIG).train()
+    ids = draw_token_ids(2, 200)
+    model = cab_hf.apply_cab(make_tiny_model(family), SPARSE_CONFIG).train()
     expected = compute_gradients(model, ids)
     model.gradient_checkpointing_enable()
     for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
@@ -373,7 +381,7 @@ def test_unselected_keys_get_no_gradient(llama):
     cab_hf.apply_cab(
         model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
     )
-    embeddings = model.get_input_embeddings()(tokens(1, 320)).detach().requires_grad_()
+    embeddings = model.get_input_embeddings()(draw_token_ids(1, 320)).detach().requires_grad_()
     # keep one layer, because tokens that are not selected would get gradients through other layers
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
@@ -398,7 +406,7 @@ def test_unselected_keys_get_no_gradient(llama):
 def test_output_is_contiguous(monkeypatch, family, config_fields, num_padding_tokens):
     """Check contiguity, because AFMoE and JetMoE call `view` on the output of attention."""
     attention_results = []
-    model = cab_hf.apply_cab(tiny_model(family), FULL_BUDGET_CONFIG, **config_fields)
+    model = cab_hf.apply_cab(make_tiny_model(family), FULL_BUDGET_CONFIG, **config_fields)
     attend = AttentionInterface._global_mapping["cab"]
 
     def record_result(module, q, k, v, mask, **options):
@@ -406,7 +414,7 @@ def test_output_is_contiguous(monkeypatch, family, config_fields, num_padding_to
         return attention_results[-1]
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "cab", record_result)
-    ids, mask = pad_left(tokens(2, 150), num_padding_tokens)
+    ids, mask = pad_left(draw_token_ids(2, 150), num_padding_tokens)
     compute_logits(model, input_ids=ids, attention_mask=mask)
     assert len(attention_results) == 3 and all(out.is_contiguous() for out, _ in attention_results)
 
@@ -429,7 +437,7 @@ def test_windows_and_masks_unknown_to_the_layer_are_applied(
     config = getattr(transformers, f"{class_prefix}Config")(**MODEL_SIZES | model_fields)
     torch.manual_seed(0)
     model = getattr(transformers, f"{class_prefix}ForCausalLM")(config).eval()
-    ids, mask = pad_left(tokens(2, 120), 21)
+    ids, mask = pad_left(draw_token_ids(2, 120), 21)
     expected = compute_logits(model, input_ids=ids, attention_mask=mask)
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
@@ -443,8 +451,8 @@ def test_windows_and_masks_unknown_to_the_layer_are_applied(
 
 
 def test_sequence_classification_with_right_padding():
-    model = tiny_model(model_class=LlamaForSequenceClassification)
-    ids = tokens(2, 120)
+    model = make_tiny_model(model_class=LlamaForSequenceClassification)
+    ids = draw_token_ids(2, 120)
     ids[0, -40:] = 0
     mask = (ids != 0).long()
     expected = compute_logits(model, input_ids=ids, attention_mask=mask)
@@ -455,8 +463,8 @@ def test_sequence_classification_with_right_padding():
 
 
 def test_set_attn_implementation_switches_at_run_time():
-    model = tiny_model()
-    ids = tokens(1, 200)
+    model = make_tiny_model()
+    ids = draw_token_ids(1, 200)
     expected = compute_logits(model, input_ids=ids)
     model.config.cab_config = SPARSE_CONFIG.to_dict()
     model.set_attn_implementation("cab")
@@ -467,7 +475,7 @@ def test_set_attn_implementation_switches_at_run_time():
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, implementation):
-    model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE_CONFIG), tokens(1, 200)
+    model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE_CONFIG), draw_token_ids(1, 200)
     model.set_attn_implementation(implementation)
     expected = compute_logits(model, input_ids=ids)
     attend = AttentionInterface()[implementation]
@@ -480,7 +488,7 @@ def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, imple
 
 
 def test_float32_queries_of_adapters_are_cast_to_model_dtype():
-    model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE_CONFIG)
+    model = cab_hf.apply_cab(make_tiny_model().to(torch.bfloat16), SPARSE_CONFIG)
 
     class Adapter(torch.nn.Linear):
         def forward(self, x):
@@ -491,13 +499,13 @@ def test_float32_queries_of_adapters_are_cast_to_model_dtype():
         adapter = Adapter(q_proj.in_features, q_proj.out_features, bias=False, dtype=torch.bfloat16)
         adapter.load_state_dict(q_proj.state_dict())
         layer.self_attn.q_proj = adapter
-    assert torch.isfinite(compute_logits(model, input_ids=tokens(1, 150))).all()
+    assert torch.isfinite(compute_logits(model, input_ids=draw_token_ids(1, 150))).all()
 
 
 def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
     """Test the path of GPUs for large heads and masks, with the reference engine on a CPU."""
-    model = tiny_model()
-    ids = tokens(2, 300)
+    model = make_tiny_model()
+    ids = draw_token_ids(2, 300)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
     with torch.no_grad():

@@ -14,7 +14,7 @@ from batching_cases import (
     start_manager,
 )
 from marks import NEEDS_SERVING
-from tiny import FULL_BUDGET_CONFIG, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, draw_token_ids, make_tiny_model
 
 import cab_hf
 
@@ -22,7 +22,7 @@ pytestmark = NEEDS_SERVING
 
 
 def test_apply_cab_raises_under_manager_of_other_attention():
-    model = tiny_model()
+    model = make_tiny_model()
     manager = start_manager(model)
     # after a second manager has stopped, the first manager still runs
     start_manager(model).stop()
@@ -41,7 +41,7 @@ def test_apply_cab_raises_under_manager_of_other_attention():
     ids=["set_attn_implementation", "remove_cab"],
 )
 def test_remove_cab_raises_under_running_manager(switch_attention):
-    model = apply_config(tiny_model())
+    model = apply_config(make_tiny_model())
     expected_tokens = generate_one_by_one(model, PROMPTS[:1])
     with model.continuous_batching_context_manager(
         GREEDY_GENERATION_CONFIG, continuous_batching_config=make_batching_config()
@@ -57,7 +57,7 @@ def test_remove_cab_raises_under_running_manager(switch_attention):
 
 @pytest.mark.parametrize("initial_attention", ["sdpa", "cab"])
 def test_leaving_cab_block_raises_under_running_manager(initial_attention):
-    model = tiny_model()
+    model = make_tiny_model()
     expected_tokens = generate_one_by_one(model, PROMPTS[:1])
     if initial_attention == "cab":
         apply_config(model)
@@ -81,7 +81,7 @@ def test_leaving_cab_block_raises_under_running_manager(initial_attention):
 
 
 def test_exception_inside_cab_block_is_not_replaced():
-    model = tiny_model()
+    model = make_tiny_model()
     with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL_BUDGET_CONFIG):
         manager = start_manager(model)
         raise KeyError("mine")
@@ -94,7 +94,7 @@ def test_exception_inside_cab_block_is_not_replaced():
         manager.stop()
 
 
-LONG_PROMPTS = [tokens(1, 730, seed=prompt_seed)[0].tolist() for prompt_seed in range(2)]
+LONG_PROMPTS = [draw_token_ids(1, 730, seed=prompt_seed)[0].tolist() for prompt_seed in range(2)]
 SETTING_CHANGES = {
     "cab_config": lambda model: cab_hf.apply_cab(model, FULL_BUDGET_CONFIG),
     "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
@@ -113,7 +113,7 @@ def serve_prompts(manager, prompts):
 
 @pytest.mark.parametrize("change_settings", SETTING_CHANGES.values(), ids=SETTING_CHANGES)
 def test_prefix_blocks_are_not_shared_across_settings(change_settings):
-    model = tiny_model()
+    model = make_tiny_model()
     exact_answers = generate_one_by_one(model, LONG_PROMPTS)
     apply_config(model, LOW_THRESHOLD_CONFIG)
     sparse_answers = generate_one_by_one(model, LONG_PROMPTS)
@@ -133,7 +133,7 @@ def test_prefix_blocks_are_not_shared_across_settings(change_settings):
 
 
 def test_persistent_manager_does_not_share_blocks_across_settings():
-    model = tiny_model()
+    model = make_tiny_model()
     exact_answers = generate_one_by_one(model, LONG_PROMPTS)
     for config in (LOW_THRESHOLD_CONFIG, FULL_BUDGET_CONFIG):
         apply_config(model, config)
@@ -149,15 +149,15 @@ def test_persistent_manager_does_not_share_blocks_across_settings():
 
 
 @pytest.mark.parametrize(
-    ("change_settings", "message"),
+    ("change_settings", "expected_error"),
     [
         (SETTING_CHANGES["cab_config"], "llama received another cab_config while"),
         (SETTING_CHANGES["cab_dense"], "llama was switched from 'cab' to 'cab_dense' while"),
     ],
     ids=SETTING_CHANGES,
 )
-def test_settings_are_fixed_during_a_request(change_settings, message):
-    manager = start_manager(model := apply_config(tiny_model(), LOW_THRESHOLD_CONFIG))
+def test_settings_are_fixed_during_a_request(change_settings, expected_error):
+    manager = start_manager(model := apply_config(make_tiny_model(), LOW_THRESHOLD_CONFIG))
     try:
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
@@ -166,14 +166,14 @@ def test_settings_are_fixed_during_a_request(change_settings, message):
         manager._generation_thread.join(60)
         results = iter(lambda: manager.get_result(timeout=0), None)
         error_messages = (result.error for result in results if result.error)
-        assert message in next(error_messages)
+        assert expected_error in next(error_messages)
     finally:
         manager.stop()
 
 
 def test_chunks_end_at_query_blocks_of_current_settings():
     config = dataclasses.replace(LOW_THRESHOLD_CONFIG, dense_tail_blocks=0)
-    model = apply_config(tiny_model(), config)
+    model = apply_config(make_tiny_model(), config)
     with model.continuous_batching_context_manager(
         GREEDY_GENERATION_CONFIG,
         continuous_batching_config=make_batching_config(max_batch_tokens=96),
@@ -187,7 +187,7 @@ def test_chunks_end_at_query_blocks_of_current_settings():
 
 @pytest.mark.parametrize("initial_attention", ["cab", "sdpa"])
 def test_manager_started_with_other_attention_raises(initial_attention):
-    model, switch_functions = tiny_model(), [apply_config, cab_hf.remove_cab]
+    model, switch_functions = make_tiny_model(), [apply_config, cab_hf.remove_cab]
     if initial_attention == "cab":
         apply_config(model)
         switch_functions.reverse()
@@ -200,7 +200,7 @@ def test_manager_started_with_other_attention_raises(initial_attention):
 
 
 def test_persistent_manager_of_other_attention_raises():
-    model = apply_config(tiny_model())
+    model = apply_config(make_tiny_model())
     expected_tokens = generate_one_by_one(model, PROMPTS[:1])
 
     def generate_tokens():

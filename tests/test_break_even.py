@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from transformers import DynamicCache
 
 import cab_hf
@@ -112,19 +112,19 @@ def test_few_heads_raise_min_length(prompt_length, num_heads, min_length, method
 
 @pytest.mark.parametrize(("prompt_start", "method_family"), [(0, "sparse"), (640, "dense")])
 def test_prompt_start_excludes_cached_tokens_from_query_count(prompt_start, method_family):
-    with set_prompt(700, start=prompt_start):
+    with set_prompt(700, num_cached_tokens=prompt_start):
         prompt = current_prompt(1, None, 700)
     assert compute_route(48, 500, prompt=prompt).method.partition("_")[0] == method_family
 
 
 @pytest.mark.parametrize(("question_length", "is_dense"), [(48, True), (96, False)])
 def test_generate_computes_short_question_densely(question_length, is_dense):
-    ids = tokens(1, 416 + question_length)
+    ids = draw_token_ids(1, 416 + question_length)
     sparse_config = replace(ROUTING_CONFIG, mass_threshold=0.6, share_threshold=1.0)
 
     def generate_first_logits(implementation):
         """Prefill 416 tokens densely, then return the first logits of `generate` for all tokens."""
-        model = tiny_model()
+        model = make_tiny_model()
         if implementation == "cab":
             cab_hf.apply_cab(model, sparse_config)
         cache = DynamicCache(config=model.config)

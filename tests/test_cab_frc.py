@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from transformers import AutoModelForCausalLM
 
 import cab_hf
@@ -16,7 +16,7 @@ PUBLISHED_CONFIG = CabConfig.published(0.7, query_block=32, key_block=32, min_le
 @pytest.fixture
 def saved_model_folder(tmp_path):
     """Save a tiny model without CabConfig, and return its folder."""
-    tiny_model().save_pretrained(tmp_path)
+    make_tiny_model().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -30,12 +30,12 @@ def load_model(model_folder, implementation=CAB_FRC, **model_options):
 @torch.no_grad()
 def compute_logits(model):
     """Return the logits of 700 random tokens."""
-    return model(tokens(1, 700)).logits
+    return model(draw_token_ids(1, 700)).logits
 
 
 def test_cab_frc_equals_cab_with_published_config(saved_model_folder, monkeypatch):
     assert CAB_FRC in IMPLEMENTATION_NAMES
-    config = tiny_model().config
+    config = make_tiny_model().config
 
     def compute_logits_of_new_model(implementation, **model_options):
         torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_generate_decodes_sparsely_with_cab_frc(saved_model_folder):
         saved_model_folder, "cab", cab_config=PUBLISHED_CONFIG.changed(**decode_fields)
     )
     generate_options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-    ids = tokens(1, 700)
+    ids = draw_token_ids(1, 700)
     actual, expected = (model.generate(ids, **generate_options) for model in (frc_model, cab_model))
     assert torch.equal(actual.sequences, expected.sequences)
     cache = actual.past_key_values
@@ -140,7 +140,7 @@ def test_generate_decodes_sparsely_with_cab_frc(saved_model_folder):
 
 def test_padded_rows_equal_single_rows(saved_model_folder):
     model = load_model(saved_model_folder, cab_config=PUBLISHED_CONFIG)
-    ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
+    ids, mask = draw_token_ids(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :45] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():

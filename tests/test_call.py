@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 from call_cases import compute_gradients, make_packed_position_ids
-from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -41,18 +41,18 @@ register_predictor("first-layer", FirstLayerPredictor)
 
 def test_plan_is_shared_within_one_forward_pass():
     SELECTING_LAYERS.clear()
-    model = tiny_model()
+    model = make_tiny_model()
     with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer"), torch.no_grad():
-        model(tokens(1, 300))
+        model(draw_token_ids(1, 300))
         densities = {layer_stats["density"] for layer_stats in cab_hf.stats(model, reset=True)}
         assert SELECTING_LAYERS == [0] and len(densities) == 1
-        model(tokens(1, 300))
+        model(draw_token_ids(1, 300))
     assert SELECTING_LAYERS == [0, 0]
 
 
 def test_recompute_finds_shared_state_of_forward_pass():
-    ids = tokens(1, 300)
-    model = tiny_model().train()
+    ids = draw_token_ids(1, 300)
+    model = make_tiny_model().train()
 
     with cab_hf.cab(model, SPARSE_CONFIG, predictor="first-layer"):
         expected = compute_gradients(model, ids)
@@ -75,8 +75,8 @@ register_predictor("counted", RecordingPredictor)
 
 
 def test_recompute_reuses_plan_of_forward_pass():
-    ids = tokens(1, 300)
-    model = tiny_model().train()
+    ids = draw_token_ids(1, 300)
+    model = make_tiny_model().train()
     model.gradient_checkpointing_enable()
     layer_indices = list(range(model.config.num_hidden_layers))
     with cab_hf.cab(model, SPARSE_CONFIG, predictor="counted"):
@@ -87,11 +87,11 @@ def test_recompute_reuses_plan_of_forward_pass():
 
 
 def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
-    ids = tokens(1, 300)
-    model = tiny_model().train()
+    ids = draw_token_ids(1, 300)
+    model = make_tiny_model().train()
     model.gradient_checkpointing_enable()
     saved_plans = []
-    original_narrow_plan = forward_state.narrow_plan
+    original_narrow_plan = forward_state.narrow_plan_to_int16
 
     def record_and_narrow_plan(plan):
         saved_plans.append((plan, original_narrow_plan(plan)))
@@ -99,14 +99,14 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
 
     with cab_hf.cab(model, SPARSE_CONFIG):
         expected = compute_gradients(model, ids)
-        monkeypatch.setattr(forward_state, "narrow_plan", record_and_narrow_plan)
+        monkeypatch.setattr(forward_state, "narrow_plan_to_int16", record_and_narrow_plan)
         monkeypatch.setattr(forward_state, "MIN_TRIMMED_BYTES", 0)
         assert all(map(torch.equal, compute_gradients(model, ids), expected))
     assert len(saved_plans) == model.config.num_hidden_layers
-    for plan, narrow_plan in saved_plans:
+    for plan, int16_plan in saved_plans:
         for block_lists, narrow_block_lists in (
-            (plan.full, narrow_plan.full),
-            (plan.partial, narrow_plan.partial),
+            (plan.full, int16_plan.full),
+            (plan.partial, int16_plan.partial),
         ):
             assert block_lists.width == max(1, block_lists.counts.max())
             assert 2 * narrow_block_lists.indices.nbytes == block_lists.indices.nbytes
@@ -115,8 +115,8 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
 
 @pytest.mark.parametrize("has_checkpointing", [False, True])
 def test_layer_called_twice_selects_two_plans(has_checkpointing):
-    ids = tokens(1, 300)
-    model = tiny_model().train()
+    ids = draw_token_ids(1, 300)
+    model = make_tiny_model().train()
     model.model.layers[1] = model.model.layers[0]
 
     with cab_hf.cab(model, SPARSE_CONFIG, predictor="counted"):
@@ -364,12 +364,12 @@ def gemma():
 LEFT_PADDING_MASK = torch.arange(150) >= torch.tensor([[21], [0]])
 SLICED_MASK_CASES = {
     "padded": (
-        {"input_ids": tokens(2, 150), "attention_mask": LEFT_PADDING_MASK.long()},
+        {"input_ids": draw_token_ids(2, 150), "attention_mask": LEFT_PADDING_MASK.long()},
         LEFT_PADDING_MASK,
     ),
     "packed": (
         {
-            "input_ids": tokens(1, 150),
+            "input_ids": draw_token_ids(1, 150),
             "position_ids": make_packed_position_ids((90, 60)),
             "use_cache": False,
         },
@@ -400,7 +400,7 @@ def test_sliced_mask_computes_last_queries_only(
 @pytest.mark.parametrize("logits_to_keep", [1, 20])
 def test_last_queries_of_padded_batch_equal_single_rows(gemma, logits_to_keep):
     cab_hf.apply_cab(gemma, SPARSE_CONFIG)
-    ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
+    ids, mask = draw_token_ids(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :40] = 0
     actual = gemma(ids, attention_mask=mask, logits_to_keep=logits_to_keep).logits
     expected = gemma(ids[1:], logits_to_keep=logits_to_keep).logits
@@ -426,7 +426,7 @@ def make_right_padded_ids(*row_lengths):
     """Return random token ids [B, N], right-padded with 0; row i has ``row_lengths[i]`` tokens."""
     max_length = max(row_lengths)
     rows = [
-        F.pad(tokens(1, row_length, seed=row_length), (0, max_length - row_length))
+        F.pad(draw_token_ids(1, row_length, seed=row_length), (0, max_length - row_length))
         for row_length in row_lengths
     ]
     return torch.cat(rows)
@@ -435,9 +435,9 @@ def make_right_padded_ids(*row_lengths):
 RIGHT_PADDING_CASES = [
     pytest.param(make_right_padded_ids(60, 40, 51), 1, id="rows-of-other-lengths"),
     pytest.param(make_right_padded_ids(60, 58), 0, id="two-equal-tokens"),
-    pytest.param(tokens(3, 60), 0, id="rows-of-one-length"),
-    pytest.param(F.pad(tokens(2, 40), (0, 20)), 0, id="same-ending-in-all-rows"),
-    pytest.param(F.pad(tokens(1, 40), (0, 20)), 0, id="one-sequence"),
+    pytest.param(draw_token_ids(3, 60), 0, id="rows-of-one-length"),
+    pytest.param(F.pad(draw_token_ids(2, 40), (0, 20)), 0, id="same-ending-in-all-rows"),
+    pytest.param(F.pad(draw_token_ids(1, 40), (0, 20)), 0, id="one-sequence"),
 ]
 
 
@@ -445,7 +445,7 @@ RIGHT_PADDING_CASES = [
 @torch.no_grad()
 def test_right_padding_without_mask_warns_once(ids, num_warnings, monkeypatch, recwarn):
     monkeypatch.setattr(checks, "_shown_warning_keys", set())
-    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
+    model = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
     model(ids, attention_mask=(ids != 0).long(), use_cache=False)
     assert not any("attention_mask" in str(warning.message) for warning in recwarn)
     for _ in range(2):

@@ -22,7 +22,11 @@ def test_environment_variable_selects_capability(capability_override):
     tensor = torch.zeros(1, dtype=torch.bfloat16)
     is_hopper = capability_override == (9, 0)
     assert (gather.choose_scoring_dtype(tensor) == tiles.FP8) == (capability_override >= (8, 9))
-    assert launch.reads_by_descriptor("cuda") == launch.pdl_options(tensor)["USE_PDL"] == is_hopper
+    assert (
+        launch.reads_by_descriptor("cuda")
+        == launch.make_pdl_options(tensor)["USE_PDL"]
+        == is_hopper
+    )
     assert launch.has_ptx(tensor) == (capability_override != (0, 0))
     unavailable_reason = flash.unavailable(128, tensor.dtype, 128, 64)
     assert ("runs on sm_90" in (unavailable_reason or "")) != is_hopper

@@ -6,7 +6,7 @@ import pytest
 import torch
 from call_cases import compute_logits, pad_left
 from marks import mark_slow_except
-from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, qkv, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, draw_qkv, draw_token_ids, make_tiny_model
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import StaticCache
 
@@ -22,7 +22,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
 @pytest.fixture(scope="module")
 def one_layer_llama():
     """Return a tiny LLaMA of one layer."""
-    return tiny_model(num_hidden_layers=1)
+    return make_tiny_model(num_hidden_layers=1)
 
 
 PADDED_INPUTS = {"attention_mask": torch.arange(130)[None] >= 20}
@@ -43,7 +43,7 @@ CALL_CASES = [
 
 @pytest.mark.parametrize(("config", "inputs", "engine"), mark_slow_except(CALL_CASES, 0, 1))
 def test_compiles_without_a_graph_break(one_layer_llama, config, inputs, engine, monkeypatch):
-    ids = tokens(1, 130)
+    ids = draw_token_ids(1, 130)
     with cab_hf.cab(one_layer_llama, config):
         expected = compute_logits(one_layer_llama, input_ids=ids, **inputs)
         monkeypatch.setattr(engines, "REFERENCE", getattr(engines, engine))
@@ -55,7 +55,7 @@ def test_compiles_without_a_graph_break(one_layer_llama, config, inputs, engine,
 
 
 def test_attention_without_mask_compiles_without_graph_break(one_layer_llama):
-    q, k, v = qkv(q_length=130, heads=4, kv_heads=2, dim=16)
+    q, k, v = draw_qkv(q_length=130, heads=4, kv_heads=2, dim=16)
     layer = one_layer_llama.model.layers[0].self_attn
     with cab_hf.cab(one_layer_llama, SPARSE_CONFIG), torch.no_grad():
         expected, _ = cab_attention(layer, q, k, v, attention_mask=None)
@@ -72,7 +72,7 @@ MASK_INPUTS = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cac
 @pytest.mark.parametrize("input_kind", ["mask", "cache", "static-cache"])
 @torch.no_grad()
 def test_compiled_packed_documents_with_mask_or_cache_raise(family, input_kind):
-    model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL_BUDGET_CONFIG)
+    model = cab_hf.apply_cab(make_tiny_model(family, num_hidden_layers=1), FULL_BUDGET_CONFIG)
 
     def make_mask_or_cache():
         if input_kind == "static-cache":
@@ -80,7 +80,10 @@ def test_compiled_packed_documents_with_mask_or_cache_raise(family, input_kind):
         return MASK_INPUTS if input_kind == "mask" else {"use_cache": True}
 
     torch._dynamo.reset()
-    compiled_model, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(1, 130)
+    compiled_model, ids = (
+        torch.compile(model, fullgraph=True, backend="aot_eager"),
+        draw_token_ids(1, 130),
+    )
     expected = compute_logits(model, input_ids=ids, **make_mask_or_cache())
     torch.testing.assert_close(
         compute_logits(compiled_model, input_ids=ids, **make_mask_or_cache()), expected, **TOLERANCE
@@ -93,7 +96,7 @@ def test_compiled_packed_documents_with_mask_or_cache_raise(family, input_kind):
 @pytest.mark.slow
 def test_changed_settings_recompile(one_layer_llama):
     """Change settings between calls, because TorchDynamo makes numbers symbolic after a change."""
-    ids = tokens(1, 130)
+    ids = draw_token_ids(1, 130)
     torch._dynamo.reset()
     for changed_fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
         with cab_hf.cab(one_layer_llama, SPARSE_CONFIG, **changed_fields):
@@ -165,7 +168,7 @@ def test_many_prompt_lengths_compile_at_most_three_graphs(case_name, dynamic_sha
     """Allow three graphs: one for dynamic lengths, one for the first length, one for the loss."""
     config_name, function_name = case_name.split("-")
     (config, family), run_model = COMPILED_CONFIGS[config_name], globals()[function_name]
-    model, graphs = tiny_model(family, num_hidden_layers=1), []
+    model, graphs = make_tiny_model(family, num_hidden_layers=1), []
     cab_hf.apply_cab(model, config or FULL_BUDGET_CONFIG)
     if config is None:
         model.set_attn_implementation("cab_dense")
@@ -177,7 +180,7 @@ def test_many_prompt_lengths_compile_at_most_three_graphs(case_name, dynamic_sha
     torch._dynamo.reset()
     compiled_model = torch.compile(model, dynamic=dynamic_shapes, backend=record_graph)
     for length in (300, 323, 347, 371, 396, 420):
-        ids = tokens(2, length)
+        ids = draw_token_ids(2, length)
         torch.testing.assert_close(
             run_model(compiled_model, ids), run_model(model, ids), **TOLERANCE
         )

@@ -330,10 +330,14 @@ def test_decode_tokens_requires_sparse_decode():
 
 @pytest.mark.parametrize("field_name", [field.name for field in dataclasses.fields(CabConfig)])
 def test_docstring_states_default_of_every_field(field_name):
-    entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
-    (entry,) = [field_entry for field_entry in entries if field_entry.startswith(f"{field_name}: ")]
+    docstring_entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
+    (docstring_entry,) = [
+        field_entry
+        for field_entry in docstring_entries
+        if field_entry.startswith(f"{field_name}: ")
+    ]
     default_value = getattr(CabConfig(), field_name)
     default_text = (
         f'``"{default_value}"``' if isinstance(default_value, str) else repr(default_value)
     )
-    assert f"Default {default_text}." in " ".join(entry.split())
+    assert f"Default {default_text}." in " ".join(docstring_entry.split())

@@ -20,7 +20,7 @@ from batching_cases import (
     record_routes,
 )
 from marks import mark_slow_except
-from tiny import SPARSE_CONFIG, tiny_llava, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_llava, make_tiny_model
 from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.generation.continuous_batching import continuous_api
@@ -48,7 +48,7 @@ cache_allocators = pytest.importorskip(
 )
 def test_full_budget_equals_dense_attention(family, implementation, batching_options):
     model_fields = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
-    model = tiny_model(family, **model_fields)
+    model = make_tiny_model(family, **model_fields)
     expected_tokens = generate_one_by_one(model)
     apply_config(model).set_attn_implementation(implementation)
     assert generate_batched(model, **batching_options) == expected_tokens
@@ -58,7 +58,7 @@ def test_full_budget_equals_dense_attention(family, implementation, batching_opt
 def test_decode_steps_read_pages_without_gather(batching_options, monkeypatch):
     """Count gathered keys: decode steps must read pages in place, and prompts gather their keys."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
-    model, num_keys_of_updates = tiny_model(), []
+    model, num_keys_of_updates = make_tiny_model(), []
     expected_tokens = generate_one_by_one(model)
     original_update = cache_allocators.FullAttentionCacheAllocator.update
 
@@ -89,12 +89,12 @@ def test_decode_steps_read_pages_without_gather(batching_options, monkeypatch):
 
 @pytest.mark.parametrize("batching_options", [{}, BLOCK_TABLE_OPTIONS], ids=["at-once", "pages"])
 def test_sparse_sequence_equals_single_generation(batching_options):
-    model = apply_config(tiny_model(), SPARSE_CONFIG)
+    model = apply_config(make_tiny_model(), SPARSE_CONFIG)
     assert generate_batched(model, **batching_options) == generate_one_by_one(model)
 
 
 def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
-    model = apply_config(tiny_model(), dataclasses.replace(SPARSE_CONFIG, dense_tail_blocks=1))
+    model = apply_config(make_tiny_model(), dataclasses.replace(SPARSE_CONFIG, dense_tail_blocks=1))
     for prompt, answer_tokens in zip(PROMPTS, generate_one_by_one(model), strict=True):
         # 90 tokens are no multiple of the query block
         assert generate_batched(model, [prompt], max_batch_tokens=90) == [answer_tokens]
@@ -104,9 +104,9 @@ def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
 def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tokens, monkeypatch):
     """Check that the chunks of each prompt end at multiples of the query block."""
     routes = record_routes(monkeypatch)
-    model = apply_config(tiny_model(), LOW_THRESHOLD_CONFIG)
+    model = apply_config(make_tiny_model(), LOW_THRESHOLD_CONFIG)
     prompts = [
-        tokens(1, prompt_length, seed=prompt_length)[0].tolist()
+        draw_token_ids(1, prompt_length, seed=prompt_length)[0].tolist()
         for prompt_length in (340, 77, 201, 20, 150, 96)
     ]
     expected_tokens = generate_one_by_one(model, prompts)
@@ -130,9 +130,9 @@ def test_dense_tail_applies_to_prompt_end_only(num_answers, prefill_length, monk
     For two answers, ``prefill_length`` is 339: the answers share a prefill without the last token.
     """
     routes = record_routes(monkeypatch)
-    model = apply_config(tiny_model(), dataclasses.replace(SPARSE_CONFIG, dense_tail_blocks=2))
+    model = apply_config(make_tiny_model(), dataclasses.replace(SPARSE_CONFIG, dense_tail_blocks=2))
     model.generate_batch(
-        tokens(1, 340).tolist(),
+        draw_token_ids(1, 340).tolist(),
         GenerationConfig(
             max_new_tokens=1, do_sample=True, pad_token_id=0, num_return_sequences=num_answers
         ),
@@ -148,7 +148,7 @@ def test_dense_tail_applies_to_prompt_end_only(num_answers, prefill_length, monk
 
 
 def test_common_prefixes_share_pages():
-    model = apply_config(tiny_model(), SPARSE_CONFIG)
+    model = apply_config(make_tiny_model(), SPARSE_CONFIG)
     batching_config = make_batching_config()
     with model.continuous_batching_context_manager(
         GREEDY_GENERATION_CONFIG, continuous_batching_config=batching_config
@@ -169,7 +169,7 @@ def test_preempted_requests_are_resumed(monkeypatch):
         "offload_requests",
         lambda self: offload_results.append(original_offload_requests(self)) or offload_results[-1],
     )
-    model = tiny_model()
+    model = make_tiny_model()
     expected = generate_one_by_one(model)
     assert generate_batched(apply_config(model), num_blocks=26) == expected
     assert any(offload_results)
@@ -188,9 +188,9 @@ def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
             answer_lengths.append(len(self.generated_tokens)) or original_create_request(self)
         ),
     )
-    model = apply_config(tiny_model(), LOW_THRESHOLD_CONFIG)
+    model = apply_config(make_tiny_model(), LOW_THRESHOLD_CONFIG)
     prompts = [
-        tokens(1, prompt_length, seed=prompt_length)[0].tolist()
+        draw_token_ids(1, prompt_length, seed=prompt_length)[0].tolist()
         for prompt_length in (300, 250, 320, 280, 310)
     ]
     generation_config = GenerationConfig(
@@ -215,17 +215,17 @@ def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
 def test_last_chunk_of_one_token_is_prefill(monkeypatch):
     routes = record_routes(monkeypatch)
     model = apply_config(
-        tiny_model(num_hidden_layers=1),
+        make_tiny_model(num_hidden_layers=1),
         dataclasses.replace(LOW_THRESHOLD_CONFIG, dense_tail_blocks=0),
     )
-    prompt = tokens(1, 97)[0].tolist()
+    prompt = draw_token_ids(1, 97)[0].tolist()
     generate_batched(model, [prompt], max_batch_tokens=96)
     call_routes = [(mask.q_offset, mask.q_length, route.method) for mask, route in routes[:3]]
     assert call_routes == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
 def test_cancelled_request_leaves_others_unchanged():
-    model = apply_config(tiny_model())
+    model = apply_config(make_tiny_model())
     expected_tokens = generate_one_by_one(model, PROMPTS[:3])
     with model.continuous_batching_context_manager(
         GREEDY_GENERATION_CONFIG,
@@ -279,7 +279,7 @@ def fake_flash_attention(monkeypatch):
     "generate_first_prompt", GENERATE_FUNCTIONS.values(), ids=GENERATE_FUNCTIONS
 )
 def test_cab_is_not_switched_to_flash_attention(generate_first_prompt, request):
-    model = tiny_model()
+    model = make_tiny_model()
     expected = generate_one_by_one(model, PROMPTS[:1])
     apply_config(model)
     request.getfixturevalue("fake_flash_attention")
@@ -324,9 +324,9 @@ def make_tiny_deepseek():
 
 # by name: (function that returns an unsupported model, reason in the error message)
 UNSUPPORTED_MODELS = {
-    "vision-language": (tiny_llava, "some of its parts use another attention"),
-    "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
-    "chunks": (lambda: tiny_model("llama4"), "layers that attend in chunks of 40 tokens"),
+    "vision-language": (make_tiny_llava, "some of its parts use another attention"),
+    "window": (lambda: make_tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
+    "chunks": (lambda: make_tiny_model("llama4"), "layers that attend in chunks of 40 tokens"),
     "linear": (make_tiny_hybrid, "layers that mix tokens without attention"),
     "latent": (make_tiny_deepseek, "multi-head latent attention"),
 }
@@ -364,7 +364,9 @@ def test_unsupported_models_raise_before_switching(make_model, reason, request):
 
 @pytest.mark.parametrize("start_batching", START_FUNCTIONS.values(), ids=START_FUNCTIONS)
 def test_every_entry_point_raises_for_unsupported_models(start_batching, request):
-    assert_start_raises(tiny_model("mistral-sliding"), start_batching, "a sliding window", request)
+    assert_start_raises(
+        make_tiny_model("mistral-sliding"), start_batching, "a sliding window", request
+    )
 
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
@@ -380,7 +382,7 @@ def test_describe_reports_continuous_batching_support(implementation):
         "llama4": chunked_text,
     }
     for family, support_text in support_texts.items():
-        model = apply_config(tiny_model(family))
+        model = apply_config(make_tiny_model(family))
         model.set_attn_implementation(implementation)
         *earlier_lines, last_line = cab_hf.describe(model).splitlines()
         assert last_line.startswith(f"  generate_batch: {support_text}")
@@ -401,11 +403,11 @@ def test_server_rejects_unregistered_names():
 def test_error_names_required_transformers_version(monkeypatch, request):
     monkeypatch.setattr(support, "transformers_passes_paged_cache", lambda: False)
     reason = f"transformers must be 5.19 or newer, got {transformers.__version__}"
-    assert_start_raises(tiny_model(), START_FUNCTIONS["manager"], reason, request)
+    assert_start_raises(make_tiny_model(), START_FUNCTIONS["manager"], reason, request)
 
 
 @pytest.mark.parametrize(
-    ("batching_options", "message"),
+    ("batching_options", "error_pattern"),
     [
         ({"use_cuda_graph": True}, "use_cuda_graph must not include batches with prompts"),
         (
@@ -414,13 +416,15 @@ def test_error_names_required_transformers_version(monkeypatch, request):
         ),
     ],
 )
-def test_cuda_graphs_or_compile_raise_when_unsupported(batching_options, message, monkeypatch):
+def test_cuda_graphs_or_compile_raise_when_unsupported(
+    batching_options, error_pattern, monkeypatch
+):
     # patch transformers to find a GPU with CUDA graphs
     function_name = "get_accelerator_graph_name"
     module_name = "transformers.generation.continuous_batching.initialization"
     monkeypatch.setattr(f"{module_name}.{function_name}", lambda: "cuda")
-    with pytest.raises(NotImplementedError, match=message):
-        apply_config(tiny_model()).init_continuous_batching(
+    with pytest.raises(NotImplementedError, match=error_pattern):
+        apply_config(make_tiny_model()).init_continuous_batching(
             GREEDY_GENERATION_CONFIG, make_batching_config(**batching_options)
         )
 
@@ -441,7 +445,7 @@ ALIGNMENT_CASES = {
 def collect_start_warnings(implementation, batching_options, monkeypatch):
     """Start continuous batching, and return the messages of warnings about query_block."""
     monkeypatch.setattr(checks, "_shown_warning_keys", set())
-    model = apply_config(tiny_model())
+    model = apply_config(make_tiny_model())
     model.set_attn_implementation(implementation)
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
@@ -454,18 +458,20 @@ def collect_start_warnings(implementation, batching_options, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batching_options", "message"), ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES
+    ("batching_options", "warning_start"), ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES
 )
-def test_batch_or_page_size_unaligned_to_query_blocks_warns(batching_options, message, monkeypatch):
+def test_batch_or_page_size_unaligned_to_query_blocks_warns(
+    batching_options, warning_start, monkeypatch
+):
     start_warnings = collect_start_warnings("cab", batching_options, monkeypatch)
-    assert [warning_text.startswith(message) for warning_text in start_warnings] == [True] * (
-        message is not None
+    assert [warning_text.startswith(warning_start) for warning_text in start_warnings] == [True] * (
+        warning_start is not None
     )
     assert not collect_start_warnings("cab_dense", batching_options, monkeypatch)
 
 
 def test_other_implementations_are_unchanged():
-    model = tiny_model()
+    model = make_tiny_model()
     expected = generate_one_by_one(model)
     assert generate_batched(model) == expected
     apply_config(model)

@@ -53,7 +53,7 @@ SNIPPETS_BY_PAGE = {
 
 
 @pytest.fixture
-def snippet_names(single_process_group, model_folder, monkeypatch):
+def snippet_globals(single_process_group, model_folder, monkeypatch):
     """Return the global names that snippets use, with their values.
 
     A tiny model replaces all models that snippets load.
@@ -92,7 +92,7 @@ def shrink_code_block(code_block):
 
 
 @pytest.mark.parametrize("page", SNIPPETS_BY_PAGE)
-def test_python_blocks_of_page_run(page, snippet_names, monkeypatch, tmp_path):
+def test_python_blocks_of_page_run(page, snippet_globals, monkeypatch, tmp_path):
     if page in ("decode", "serving") and is_transformers_before("5.24"):
         pytest.skip("transformers is older: caches have another name, and batching is refused")
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_python_blocks_of_page_run(page, snippet_names, monkeypatch, tmp_path):
     for code_block in SNIPPETS_BY_PAGE[page]:
         if "from trl import" in code_block:
             pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")
-        exec(shrink_code_block(code_block), snippet_names)
+        exec(shrink_code_block(code_block), snippet_globals)
 
 
 def list_commands(command_group=evaluations, command_prefix=()):

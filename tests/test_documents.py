@@ -65,9 +65,12 @@ def test_answers_can_start_at_block_borders(tokenizer_name):
     )
     unaligned_document, aligned_document = (
         make_recall_document(
-            tokenizer, split_sentences(PROSE_TEXT), **document_arguments, answer_alignment=border
+            tokenizer,
+            split_sentences(PROSE_TEXT),
+            **document_arguments,
+            answer_alignment=answer_alignment,
         )
-        for border in (1, 32)
+        for answer_alignment in (1, 32)
     )
     assert unaligned_document == make_recall_document(
         tokenizer, split_sentences(PROSE_TEXT), **document_arguments
@@ -146,7 +149,7 @@ def test_leading_space_token_belongs_to_digits():
 
 @pytest.mark.parametrize("make_document", [make_recall_document, make_asked_document])
 @pytest.mark.parametrize(
-    ("changed_arguments", "message"),
+    ("changed_arguments", "error_pattern"),
     [
         pytest.param({"num_keys": 0}, "keys must be 1 to", id="no keys"),
         pytest.param({"num_keys": 99}, "keys must be 1 to", id="too many"),
@@ -155,8 +158,8 @@ def test_leading_space_token_belongs_to_digits():
         ),
     ],
 )
-def test_too_short_document_raises(make_document, changed_arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_too_short_document_raises(make_document, changed_arguments, error_pattern):
+    with pytest.raises(ValueError, match=error_pattern):
         make_document(
             TOKENIZERS["words"], NOISE_SENTENCES, **{**DOCUMENT_ARGUMENTS, **changed_arguments}
         )
@@ -200,20 +203,20 @@ def test_prose_is_split_at_sentences_across_lines():
 def test_copies_occur_twice_outside_of_needles():
     tokenizer = make_tokenizer()
     document = make_recall_document(tokenizer, split_sentences(PROSE_TEXT), 900, 3, index=0)
-    changed_document, copies = documents.insert_copies(document, 2, 40)
-    assert len(copies) == 2 and len(changed_document.tokens) == 900
+    changed_document, start_pairs = documents.insert_copies(document, 2, 40)
+    assert len(start_pairs) == 2 and len(changed_document.tokens) == 900
     assert (changed_document.needles, changed_document.answers) == (
         document.needles,
         document.answers,
     )
-    for source_start, copy_start in copies:
+    for source_start, copy_start in start_pairs:
         assert source_start + 40 <= 450 <= copy_start
         copied_tokens = document.tokens[source_start : source_start + 40]
         assert changed_document.tokens[copy_start : copy_start + 40] == copied_tokens
         assert changed_document.tokens[source_start : source_start + 40] == copied_tokens
     for start, end in (*document.needles, *document.answers):
         assert changed_document.tokens[start:end] == document.tokens[start:end]
-    assert documents.insert_copies(document, 2, 40) == (changed_document, copies)
+    assert documents.insert_copies(document, 2, 40) == (changed_document, start_pairs)
     assert documents.insert_copies(document, 2, 800)[1] == ()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from call_cases import compute_gradients
 from decode_cases import assert_dense_step_equals_sdpa, make_step_masks
-from tiny import FULL_BUDGET_CONFIG, qkv, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, draw_qkv, draw_token_ids, make_tiny_model
 
 import cab_hf
 from cab_hf import CabConfig
@@ -20,7 +20,7 @@ from cab_hf.ops import Workload, decode
 @pytest.mark.parametrize("family", ["llama", "granite-swa", "llama4", "gemma2"])
 def test_full_budget_has_the_gradients_of_dense_attention(family):
     """Compare the gradients of all parameters, including attention sinks."""
-    model, ids = tiny_model(family), tokens(2, 150)
+    model, ids = make_tiny_model(family), draw_token_ids(2, 150)
     expected_gradients = compute_gradients(model, ids)
     actual_gradients = compute_gradients(cab_hf.apply_cab(model, FULL_BUDGET_CONFIG), ids)
     torch.testing.assert_close(actual_gradients, expected_gradients, atol=2e-5, rtol=1e-4)
@@ -75,9 +75,9 @@ WINDOWED_MASKS = {
 @pytest.mark.parametrize("mask", WINDOWED_MASKS.values(), ids=WINDOWED_MASKS)
 def test_blockwise_window_matches_rowwise_window(mask):
     """`dense_blockwise` removes padding first, and must apply the window to the same keys."""
-    q, k, v = qkv(2, q_length=mask.q_length, kv_length=120)
-    workload = Workload.of(q, k, v, (128, 128))
-    call = Call(
+    q, k, v = draw_qkv(2, q_length=mask.q_length, kv_length=120)
+    workload = Workload.from_tensors(q, k, v, (128, 128))
+    attention_call = Call(
         q=q,
         k=k,
         v=v,
@@ -88,7 +88,7 @@ def test_blockwise_window_matches_rowwise_window(mask):
         workload=workload,
         mask=mask,
     )
-    expected, actual = dense_masked(call), dense_blockwise(call, REFERENCE)
+    expected, actual = dense_masked(attention_call), dense_blockwise(attention_call, REFERENCE)
     padding_mask = (
         torch.ones(2, 120, dtype=torch.bool) if mask.padding_mask is None else mask.padding_mask
     )

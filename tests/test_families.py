@@ -322,12 +322,12 @@ def test_verdict_is_the_worst_outcome(result_record, verdict):
 
 
 def test_inputs_whose_padding_changes_the_model_are_not_compared():
-    row = make_row({"model_type": "x", **examine_model_type("recurrent_gemma")})
-    assert row["verdict"] == EXACT_VERDICT and row["reads_padding"] == ["left padded"]
+    result_row = make_row({"model_type": "x", **examine_model_type("recurrent_gemma")})
+    assert result_row["verdict"] == EXACT_VERDICT and result_row["reads_padding"] == ["left padded"]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_ranks", "timeout_seconds", "memory_gib", "message"),
+    ("model_type", "num_ranks", "timeout_seconds", "memory_gib", "error_pattern"),
     [
         ("llama", 1, 0.01, 12, "took longer than 0.01 seconds"),
         ("llama", 2, 0.001, 24, "took longer than 0.001 seconds"),
@@ -335,10 +335,10 @@ def test_inputs_whose_padding_changes_the_model_are_not_compared():
     ],
 )
 def test_unbuildable_type_does_not_stop_sweep(
-    model_type, num_ranks, timeout_seconds, memory_gib, message
+    model_type, num_ranks, timeout_seconds, memory_gib, error_pattern
 ):
     assert re.search(
-        message,
+        error_pattern,
         examine_in_processes(model_type, num_ranks, timeout_seconds, memory_gib)["not_built"],
     )
 
@@ -350,8 +350,8 @@ def test_dead_process_does_not_stop_sweep(num_ranks, monkeypatch):
         process_group.processes[0].kill()
         return process_group
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model_sweep, "start_processes", start_processes_and_kill_first)
+    with monkeypatch.context() as patch_context:
+        patch_context.setattr(model_sweep, "start_processes", start_processes_and_kill_first)
         expected_record = {"not_built": "its process died with exit code -9"}
         assert examine_in_processes("llama", num_ranks, 120, 24) == expected_record
     assert examine_in_processes("gemma", num_ranks, 120, 24)["model"] == "GemmaForCausalLM"

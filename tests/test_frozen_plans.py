@@ -15,7 +15,7 @@ import pytest
 import torch
 from marks import mark_slow_except
 from selecting import arrange_in_layout, plan_by_kernels, plan_by_reference
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 
 import cab_hf
 from cab_hf import CabConfig
@@ -67,7 +67,7 @@ KERNEL_CASE_NAMES = mark_slow_except(
 LAYOUTS = ["causal", "padded"]
 
 
-def random_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
+def draw_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
     """Return random q and k, multiples of 1/8, [B, H, N, D]."""
     generator = torch.Generator().manual_seed(0)
     qk_shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
@@ -77,9 +77,9 @@ def random_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
 def make_plan_inputs(case_name):
     """Return (config, q, k, `KeyRanges`, further arguments of `plan_by_reference`) for a plan."""
     config, qk_sizes, layout, plan_options = PLAN_CASES[case_name]
-    q, k = random_qk(**qk_sizes)
-    q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
-    return config, q, k, ranges, plan_options
+    q, k = draw_qk(**qk_sizes)
+    q, k, key_ranges = arrange_in_layout(layout, q, k, config.query_block)
+    return config, q, k, key_ranges, plan_options
 
 
 def hash_plan(plan):
@@ -108,7 +108,7 @@ def compute_logits(layout):
 
     The weights therefore do not depend on the versions of libraries.
     """
-    model, ids = tiny_model(), tokens(2, 300)
+    model, ids = make_tiny_model(), draw_token_ids(2, 300)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
@@ -130,18 +130,18 @@ def stored_results():
 
 @pytest.mark.parametrize("case_name", PLAN_CASES)
 def test_reference_plan_equals_stored_hash(case_name, stored_results):
-    config, q, k, ranges, plan_options = make_plan_inputs(case_name)
+    config, q, k, key_ranges, plan_options = make_plan_inputs(case_name)
     assert (
-        hash_plan(plan_by_reference(config, q, k, ranges, **plan_options))
+        hash_plan(plan_by_reference(config, q, k, key_ranges, **plan_options))
         == stored_results["plans"][case_name]
     )
 
 
 @pytest.mark.parametrize("case_name", KERNEL_CASE_NAMES)
 def test_kernel_plan_equals_stored_hash(case_name, stored_results):
-    config, q, k, ranges, plan_options = make_plan_inputs(case_name)
+    config, q, k, key_ranges, plan_options = make_plan_inputs(case_name)
     assert (
-        hash_plan(plan_by_kernels(config, q, k, ranges, **plan_options))
+        hash_plan(plan_by_kernels(config, q, k, key_ranges, **plan_options))
         == stored_results["plans"][case_name]
     )
 
@@ -160,9 +160,9 @@ def write_stored_results():
     """
     hash_by_case = {}
     for case_name in PLAN_CASES:
-        config, q, k, ranges, plan_options = make_plan_inputs(case_name)
+        config, q, k, key_ranges, plan_options = make_plan_inputs(case_name)
         plans_of_scaled_queries = [
-            plan_by_reference(config, q * query_scale, k, ranges, **plan_options)
+            plan_by_reference(config, q * query_scale, k, key_ranges, **plan_options)
             for query_scale in (1, 1 - 1e-6, 1 + 1e-6)
         ]
         hash_by_case[case_name], *scaled_hashes = map(hash_plan, plans_of_scaled_queries)

@@ -196,7 +196,7 @@ def test_bias_option_applies_to_all_projections(has_bias):
 
 
 @pytest.mark.parametrize(
-    ("make_or_call_layer", "message"),
+    ("make_or_call_layer", "error_pattern"),
     [
         pytest.param(lambda: CABAttention(64, 5), "num_heads must divide dim=64, got 5", id="dim"),
         pytest.param(
@@ -243,6 +243,6 @@ def test_bias_option_applies_to_all_projections(has_bias):
         ),
     ],
 )
-def test_invalid_arguments_raise(make_or_call_layer, message):
-    with pytest.raises(ValueError, match=message):
+def test_invalid_arguments_raise(make_or_call_layer, error_pattern):
+    with pytest.raises(ValueError, match=error_pattern):
         make_or_call_layer()

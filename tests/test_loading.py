@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from call_cases import compute_logits
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import cab_hf
@@ -102,7 +102,7 @@ def test_dtype_accepts_dtype_or_name(dtype):
 
 
 @pytest.mark.parametrize(
-    ("load_arguments", "message"),
+    ("load_arguments", "error_pattern"),
     [
         pytest.param({"dtype": "float13"}, "dtype must be a torch dtype", id="dtype"),
         pytest.param({"dtype": 16}, "dtype must be a torch dtype", id="dtype-kind"),
@@ -111,8 +111,8 @@ def test_dtype_accepts_dtype_or_name(dtype):
         pytest.param({"cab_config": "none.json"}, "'none.json' is not a file", id="file"),
     ],
 )
-def test_invalid_arguments_raise_before_reading_files(load_arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_invalid_arguments_raise_before_reading_files(load_arguments, error_pattern):
+    with pytest.raises(ValueError, match=error_pattern):
         cab_hf.load_model("tiny", device="cpu", **load_arguments)
 
 
@@ -124,7 +124,7 @@ def _save_fields(folder, config_fields):
 
 def _save_model(folder, config_fields):
     """Save a model to ``folder``, with ``config_fields`` as its cab_config; return the folder."""
-    tiny_model().save_pretrained(folder)
+    make_tiny_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "cab_config": config_fields}))
     return folder
@@ -132,7 +132,7 @@ def _save_model(folder, config_fields):
 
 def _save_and_load_model(folder, config_fields):
     """Save a model without cab_config, and load the model with ``config_fields`` as cab_config."""
-    tiny_model().save_pretrained(folder)
+    make_tiny_model().save_pretrained(folder)
     from_pretrained = AutoModelForCausalLM.from_pretrained
     return from_pretrained(folder, attn_implementation="cab", cab_config=config_fields)
 
@@ -160,10 +160,14 @@ def _save_and_load_model(folder, config_fields):
 @pytest.mark.parametrize(
     "apply_fields",
     [
-        pytest.param(lambda _, fields: cab_hf.apply_cab(tiny_model(), fields), id="dict"),
-        pytest.param(lambda _, fields: cab_hf.apply_cab(tiny_model(), **fields), id="keywords"),
+        pytest.param(lambda _, fields: cab_hf.apply_cab(make_tiny_model(), fields), id="dict"),
         pytest.param(
-            lambda folder, fields: cab_hf.apply_cab(tiny_model(), _save_fields(folder, fields)),
+            lambda _, fields: cab_hf.apply_cab(make_tiny_model(), **fields), id="keywords"
+        ),
+        pytest.param(
+            lambda folder, fields: cab_hf.apply_cab(
+                make_tiny_model(), _save_fields(folder, fields)
+            ),
             id="file",
         ),
         pytest.param(
@@ -199,18 +203,18 @@ def test_cab_model_shorter_than_min_length_warns(monkeypatch, recwarn):
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
     assert not [warning for warning in recwarn if "positions" in str(warning.message)]
     cab_hf.load_model("tiny", device="cpu")
-    (message,) = [
+    (warning_text,) = [
         str(warning.message) for warning in recwarn if "positions" in str(warning.message)
     ]
-    assert re.match(r"tiny-\w+ has 4,096 positions and min_length is 16,384", message)
+    assert re.match(r"tiny-\w+ has 4,096 positions and min_length is 16,384", warning_text)
     cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))
 
 
 def test_loading_by_name_keeps_the_saved_config(tmp_path):
-    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
+    model = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
     model.save_pretrained(tmp_path)
     loaded_model = type(model).from_pretrained(tmp_path, attn_implementation="cab")
-    ids = tokens(1, 200)
+    ids = draw_token_ids(1, 200)
     assert torch.equal(
         compute_logits(loaded_model, input_ids=ids), compute_logits(model, input_ids=ids)
     )
@@ -221,12 +225,12 @@ def test_loading_by_name_keeps_the_saved_config(tmp_path):
     "cab_config", [SPARSE_CONFIG, SPARSE_CONFIG.to_dict()], ids=["CabConfig", "dict"]
 )
 def test_from_pretrained_accepts_cab_config(tmp_path, cab_config):
-    model = tiny_model()
+    model = make_tiny_model()
     model.save_pretrained(tmp_path)
     loaded_model = type(model).from_pretrained(
         tmp_path, attn_implementation="cab", cab_config=cab_config, dtype=torch.float32
     )
-    ids = tokens(1, 200)
+    ids = draw_token_ids(1, 200)
     expected = compute_logits(cab_hf.apply_cab(model, SPARSE_CONFIG), input_ids=ids)
     assert torch.equal(compute_logits(loaded_model, input_ids=ids), expected)
     loaded_model.save_pretrained(tmp_path)
@@ -255,7 +259,7 @@ def test_from_pretrained_accepts_cab_config(tmp_path, cab_config):
     ],
 )
 def test_from_pretrained_accepts_cab_config_with_config(tmp_path, load_model):
-    tiny_model().save_pretrained(tmp_path)
+    make_tiny_model().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     model = load_model(tmp_path, config, attn_implementation="cab", cab_config=SPARSE_CONFIG)
     assert model.config.cab_config == SPARSE_CONFIG.to_dict() and config.cab_config is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
@@ -25,7 +25,7 @@ PROMPT_TOKENS = 4 * CHUNK_TOKENS + 40
 @pytest.fixture(scope="module")
 def llama():
     """Return a tiny LLaMA."""
-    return tiny_model()
+    return make_tiny_model()
 
 
 def prefill_in_chunks(model, ids, chunk_tokens=CHUNK_TOKENS, cache_slots=None, **model_options):
@@ -42,15 +42,15 @@ def prefill_in_chunks(model, ids, chunk_tokens=CHUNK_TOKENS, cache_slots=None, *
 
 @pytest.mark.parametrize("chunk_tokens", [PROMPT_TOKENS, CHUNK_TOKENS])
 def test_generate_computes_last_token_logits_only(llama, chunk_tokens):
-    ids = tokens(1, PROMPT_TOKENS)
+    ids = draw_token_ids(1, PROMPT_TOKENS)
     logits_lengths = []
-    handle = llama.lm_head.register_forward_hook(
+    hook_handle = llama.lm_head.register_forward_hook(
         lambda module, args, output: logits_lengths.append(output.shape[1])
     )
     with cab_hf.cab(llama, SPARSE_CONFIG):
         full_outputs = list(prefill_in_chunks(llama, ids, chunk_tokens))
         last_token_outputs = list(prefill_in_chunks(llama, ids, chunk_tokens, logits_to_keep=1))
-    handle.remove()
+    hook_handle.remove()
     assert logits_lengths == [out.logits.shape[1] for out in full_outputs] + [1] * len(
         last_token_outputs
     )
@@ -74,7 +74,7 @@ def test_generate_computes_last_token_logits_only(llama, chunk_tokens):
     ],
 )
 def test_chunked_static_cache_equals_one_prefill(llama, config, chunk_tokens, cache_slots):
-    ids = tokens(1, PROMPT_TOKENS)
+    ids = draw_token_ids(1, PROMPT_TOKENS)
     with cab_hf.cab(llama, config, redundancy=0.0, dense_tail_blocks=0), torch.inference_mode():
         expected = llama(ids).logits
         actual = torch.cat(
@@ -101,8 +101,8 @@ def test_layers_do_not_synchronise_with_the_device(monkeypatch):
     def return_zeros(q, k, v, plan, scale, return_lse=False, softcap=None):
         return torch.zeros_like(q)
 
-    def select_all_blocks(q, keys, ranges, config, **_):
-        plan = BlockPlan.causal(ranges, q.shape[1], config.query_block, config.key_block)
+    def select_all_blocks(q, keys, key_ranges, config, **_):
+        plan = BlockPlan.causal(key_ranges, q.shape[1], config.query_block, config.key_block)
         return plan.full, plan.partial
 
     # replace selection and attention of the reference, which synchronise; kernels do not, see
@@ -111,10 +111,10 @@ def test_layers_do_not_synchronise_with_the_device(monkeypatch):
     monkeypatch.setattr(api, "_select_by_reference", select_all_blocks)
     waits_by_num_layers = Counter()
     for num_layers in (1, 3):
-        model = tiny_model(num_hidden_layers=num_layers)
+        model = make_tiny_model(num_hidden_layers=num_layers)
         config = replace(SPARSE_CONFIG, engine="reference")
         with cab_hf.cab(model, config), WaitCounter() as wait_counter:
-            for _ in prefill_in_chunks(model, tokens(1, PROMPT_TOKENS)):
+            for _ in prefill_in_chunks(model, draw_token_ids(1, PROMPT_TOKENS)):
                 pass
         waits_by_num_layers[num_layers] = wait_counter.count
     assert (
@@ -127,7 +127,7 @@ def test_layers_do_not_synchronise_with_the_device(monkeypatch):
 
 @pytest.mark.parametrize("num_padding_tokens", [0, 21])
 def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, num_padding_tokens):
-    ids = tokens(1, PROMPT_TOKENS)
+    ids = draw_token_ids(1, PROMPT_TOKENS)
     ids[:, :num_padding_tokens] = 0
     mask = (ids != 0).long()
     with torch.inference_mode():

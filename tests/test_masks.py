@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny import FULL_BUDGET_CONFIG, tiny_model, tokens
-from tiny_types import tiny_model as tiny_model_of
+from tiny import FULL_BUDGET_CONFIG, draw_token_ids, make_tiny_model
+from tiny_types import make_tiny_model as make_model_of_type
 from transformers import BertConfig
 from transformers.masking_utils import (
     and_masks,
@@ -24,7 +24,7 @@ from cab_hf.eval.kv_cache import make_cache_arguments, read_with_cache
 @pytest.fixture(scope="module")
 def model():
     """Return a tiny LLaMA with "cab" at full budget."""
-    return cab_hf.apply_cab(tiny_model(), FULL_BUDGET_CONFIG)
+    return cab_hf.apply_cab(make_tiny_model(), FULL_BUDGET_CONFIG)
 
 
 NUM_CACHED_TOKENS = 200  # tokens in the cache before a call with 60 tokens
@@ -35,7 +35,7 @@ def compute_logits_after_cache(model, mask, cache_kind="dynamic"):
 
     ``cache_kind`` is the kind of the cache, "dynamic" or "static".
     """
-    ids = tokens(2, 260)
+    ids = draw_token_ids(2, 260)
     cache = transformers.DynamicCache(config=model.config)
     if cache_kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
@@ -58,8 +58,10 @@ def test_padding_mask_shorter_than_cache_and_call_raises(model, mask_slice, cach
     mask = torch.ones(2, 260, dtype=torch.int64)
     mask[0, :7] = 0
     compute_logits_after_cache(model, mask, cache_kind)
-    message = f"attention_mask has {mask[:, mask_slice].shape[1]} tokens and there are 260 keys"
-    with pytest.raises(ValueError, match=message):
+    error_pattern = (
+        f"attention_mask has {mask[:, mask_slice].shape[1]} tokens and there are 260 keys"
+    )
+    with pytest.raises(ValueError, match=error_pattern):
         compute_logits_after_cache(model, mask[:, mask_slice], cache_kind)
 
 
@@ -70,7 +72,7 @@ def test_decode_loop_without_extended_mask_raises(model, cache_kind, is_compiled
     cache = transformers.DynamicCache(config=model.config)
     if cache_kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
-    ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.int64)
+    ids, mask = draw_token_ids(2, 60), torch.ones(2, 60, dtype=torch.int64)
     mask[0, :7] = 0
     read_with_cache(model, ids, cache, attention_mask=mask)
     decode_step = torch.compile(model, backend="eager") if is_compiled else model
@@ -81,7 +83,7 @@ def test_decode_loop_without_extended_mask_raises(model, cache_kind, is_compiled
 @pytest.mark.parametrize("num_padding_tokens", [0, 20])
 @torch.no_grad()
 def test_gpt2_with_static_cache_generates_dense_tokens(num_padding_tokens):
-    model, ids = tiny_model_of("gpt2"), tokens(2, 60)
+    model, ids = make_model_of_type("gpt2"), draw_token_ids(2, 60)
     mask = torch.ones_like(ids)
     mask[0, :num_padding_tokens] = 0
 
@@ -106,14 +108,14 @@ def make_prefix_model():
     """Return an HRM model with "cab", which attends bidirectionally among tokens of type 1."""
     depth_fields = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
     return cab_hf.apply_cab(
-        tiny_model_of("hrm_text", **depth_fields, L_bp_cycles=[1]), FULL_BUDGET_CONFIG
+        make_model_of_type("hrm_text", **depth_fields, L_bp_cycles=[1]), FULL_BUDGET_CONFIG
     )
 
 
 def make_prefix_inputs(prefix_length):
     """Return inputs whose first ``prefix_length`` tokens attend to each other."""
     token_types = (torch.arange(64) < prefix_length).long()[None]
-    return {"input_ids": tokens(1, 64), "token_type_ids": token_types, "use_cache": False}
+    return {"input_ids": draw_token_ids(1, 64), "token_type_ids": token_types, "use_cache": False}
 
 
 # by name: function that returns the logits of a model, eager or compiled

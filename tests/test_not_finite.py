@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import mark_slow_except
-from selecting import plan_by_kernels, plan_by_reference, random_peaked_qk
-from tiny import SMALL_BLOCKS_CONFIG, VOCAB_SIZE, qkv, tiny_model, tokens
+from selecting import draw_peaked_qk, plan_by_kernels, plan_by_reference
+from tiny import SMALL_BLOCKS_CONFIG, VOCAB_SIZE, draw_qkv, draw_token_ids, make_tiny_model
 from torch.nn import functional as F
 
 from cab_hf import CabConfig, apply_cab
@@ -85,12 +85,12 @@ def _assert_same_earlier_selection(compute_plan, config, num_cached_keys, non_fi
         "heads": 2,
         "kv_heads": 1,
     }
-    q, k = random_peaked_qk(**input_sizes)
-    ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH + num_cached_keys, "cpu")
-    expected = compute_plan(config, q, k, ranges).to_dense()
+    q, k = draw_peaked_qk(**input_sizes)
+    key_ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH + num_cached_keys, "cpu")
+    expected = compute_plan(config, q, k, key_ranges).to_dense()
     broken_q = replace_tokens(q, slice(FIRST_BAD_TOKEN, None), non_finite_value)
     broken_k = replace_tokens(k, FIRST_BAD_TOKEN + num_cached_keys, non_finite_value)
-    actual = compute_plan(config, broken_q, broken_k, ranges).to_dense()
+    actual = compute_plan(config, broken_q, broken_k, key_ranges).to_dense()
     bad_query_block = FIRST_BAD_TOKEN // config.query_block
     assert bad_query_block > 3 and not expected[:, :, bad_query_block - 1].all()
     assert torch.equal(actual[:, :, :bad_query_block], expected[:, :, :bad_query_block])
@@ -114,11 +114,11 @@ def _assert_block_selected(compute_plan, config, non_finite_value):
 
     The key is in KV head 1; the blocks of the other KV head must not change.
     """
-    q, k = random_peaked_qk(q_length=SEQUENCE_LENGTH, heads=4, kv_heads=2, dim=32)
-    ranges, bad_token = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu"), 70
-    expected = compute_plan(config, q, k, ranges).to_dense()
+    q, k = draw_peaked_qk(q_length=SEQUENCE_LENGTH, heads=4, kv_heads=2, dim=32)
+    key_ranges, bad_token = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu"), 70
+    expected = compute_plan(config, q, k, key_ranges).to_dense()
     k[:, 1, bad_token, 5] = non_finite_value
-    actual = compute_plan(config, q, k, ranges).to_dense()
+    actual = compute_plan(config, q, k, key_ranges).to_dense()
     later_query_blocks, bad_key_block = (
         slice(bad_token // config.query_block, None),
         bad_token // config.key_block,
@@ -132,16 +132,18 @@ def _assert_block_selected(compute_plan, config, non_finite_value):
 
 @pytest.mark.parametrize("config", [CONFIG_CASES[0], CONFIG_CASES[1], *CAPPED_CONFIG_CASES[:1]])
 def test_nan_in_padding_does_not_change_selection(config):
-    q, k = random_peaked_qk(q_length=SEQUENCE_LENGTH, heads=2, kv_heads=1, dim=32)
-    ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu")
+    q, k = draw_peaked_qk(q_length=SEQUENCE_LENGTH, heads=2, kv_heads=1, dim=32)
+    key_ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu")
     padding_mask = torch.ones(1, SEQUENCE_LENGTH, dtype=torch.bool)
     padding_mask[:, 64:80] = False
-    ranges = replace(ranges, start=ranges.start.clamp(min=80), key_valid=padding_mask)
-    ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(SEQUENCE_LENGTH) < 80, -1))
+    key_ranges = replace(key_ranges, start=key_ranges.start.clamp(min=80), key_valid=padding_mask)
+    key_ranges = replace(
+        key_ranges, end=key_ranges.end.masked_fill(torch.arange(SEQUENCE_LENGTH) < 80, -1)
+    )
     for compute_plan in (plan_by_reference, plan_by_kernels):
-        expected = compute_plan(config, q, k, ranges).to_dense()
+        expected = compute_plan(config, q, k, key_ranges).to_dense()
         actual = compute_plan(
-            config, q, replace_tokens(k, slice(64, 80), torch.nan), ranges
+            config, q, replace_tokens(k, slice(64, 80), torch.nan), key_ranges
         ).to_dense()
         assert torch.equal(actual, expected)
 
@@ -149,13 +151,13 @@ def test_nan_in_padding_does_not_change_selection(config):
 @pytest.mark.parametrize("non_finite_value", NON_FINITE_VALUES, ids=str)
 @pytest.mark.parametrize("compute_plan", [plan_by_reference, plan_by_kernels])
 def test_nan_scored_query_selects_all_blocks(compute_plan, non_finite_value):
-    q, k = random_peaked_qk(q_length=SEQUENCE_LENGTH, heads=2, kv_heads=1, dim=32)
-    ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu")
+    q, k = draw_peaked_qk(q_length=SEQUENCE_LENGTH, heads=2, kv_heads=1, dim=32)
+    key_ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu")
     config = make_config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
-    expected = compute_plan(config, q, k, ranges).to_dense()
-    scored_query = int(sample_typical_queries(ranges, 32, config.typical_queries)[0, 5, 1])
+    expected = compute_plan(config, q, k, key_ranges).to_dense()
+    scored_query = int(sample_typical_queries(key_ranges, 32, config.typical_queries)[0, 5, 1])
     q[:, 1, scored_query, 3] = non_finite_value
-    actual = compute_plan(config, q, k, ranges).to_dense()
+    actual = compute_plan(config, q, k, key_ranges).to_dense()
     assert (
         actual[0, 1, 5, : (scored_query + 16) // 16].all()
         and not expected[0, 1, 5, : scored_query // 16].all()
@@ -184,11 +186,11 @@ def test_nan_key_does_not_change_earlier_query_blocks(
     attend, dim, q_length, kv_length, block_sizes, non_finite_value
 ):
     """Replace a key and value that query blocks 0 and 1 do not see by NaN or infinity."""
-    q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
+    q, k, v = draw_qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = block_sizes
-    ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
-    plan = BlockPlan.causal(ranges, 2, query_block, key_block)
-    bad_key = int(ranges.end[0, 2 * query_block - 1]) + 1
+    key_ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
+    plan = BlockPlan.causal(key_ranges, 2, query_block, key_block)
+    bad_key = int(key_ranges.end[0, 2 * query_block - 1]) + 1
     expected = attend(q, k, v, plan, scale=0.2)
     broken_k, broken_v = (
         replace_tokens(k, bad_key, non_finite_value),
@@ -206,8 +208,8 @@ def test_nan_key_does_not_change_earlier_query_blocks(
 # the engine gather computes attention to NaN by other operations, which round differently
 @pytest.mark.parametrize(("engine", "tolerance"), [("reference", 0.0), ("gather", 1e-5)])
 def test_nan_token_leaves_earlier_logits_finite(outlier_queries, engine, tolerance):
-    model = tiny_model()
-    ids = tokens(1, 160)
+    model = make_tiny_model()
+    ids = draw_token_ids(1, 160)
     config = replace(SMALL_BLOCKS_CONFIG, mass_threshold=0.08, outlier_queries=outlier_queries)
     apply_cab(model, config, engine=engine)
     with torch.no_grad():
@@ -232,7 +234,7 @@ CONFIG_BY_NAME = {
 
 @pytest.mark.parametrize("config", CONFIG_BY_NAME.values(), ids=CONFIG_BY_NAME)
 def test_nan_token_reaches_all_later_logits(config):
-    model, ids = tiny_model(), tokens(1, 300)
+    model, ids = make_tiny_model(), draw_token_ids(1, 300)
     embeddings = model.get_input_embeddings()(ids).detach()
     embeddings[0, 100] = torch.nan
     with torch.no_grad():
@@ -253,12 +255,12 @@ def test_nan_token_reaches_all_later_logits(config):
 def test_full_budget_output_is_finite_where_sdpa_is(attend, non_finite_value, changed_input):
     """Set one channel of a key, value or query to NaN or infinity, and compare with SDPA."""
     inputs = dict(
-        zip("qkv", qkv(q_length=SEQUENCE_LENGTH, heads=4, kv_heads=2, dim=32), strict=True)
+        zip("qkv", draw_qkv(q_length=SEQUENCE_LENGTH, heads=4, kv_heads=2, dim=32), strict=True)
     )
     inputs[changed_input][:, :, 70, 5] = non_finite_value
     q, k, v = inputs.values()
-    ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu")
-    plan = plan_by_reference(make_config(mass_threshold=0.0), q, k, ranges)
+    key_ranges = KeyRanges.causal(1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, "cpu")
+    plan = plan_by_reference(make_config(mass_threshold=0.0), q, k, key_ranges)
     actual_is_finite = attend(q, k, v, plan, scale=0.2).isfinite()
     # call SDPA per query without mask, because masking does not remove NaN
     outputs = [

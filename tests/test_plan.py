@@ -14,8 +14,8 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 def handwritten_plan():
     """Return a causal plan of 3 x 3 blocks of 2 tokens; the last query block skips block 1."""
     is_selected = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
-    ranges = KeyRanges.causal(1, 6, 6, "cpu")
-    return BlockPlan.from_dense(is_selected, ranges, query_block=2, key_block=2)
+    key_ranges = KeyRanges.causal(1, 6, 6, "cpu")
+    return BlockPlan.from_dense(is_selected, key_ranges, query_block=2, key_block=2)
 
 
 def test_block_indices_of_handwritten_plan(handwritten_plan):
@@ -45,21 +45,21 @@ def test_density_of_handwritten_plan(handwritten_plan):
 
 
 def test_derived_range_tensors_are_cached_across_layers(handwritten_plan):
-    ranges = handwritten_plan.ranges
-    first_tensors = ranges.rows(2), ranges.blocked(2), ranges.pairs()
+    key_ranges = handwritten_plan.ranges
+    first_tensors = key_ranges.rows(2), key_ranges.blocked(2), key_ranges.pairs()
     density = handwritten_plan.density()
     # another plan with the same `KeyRanges` reads the same cache
     dataclasses.replace(handwritten_plan).density()
-    second_tensors = ranges.rows(2), ranges.blocked(2), ranges.pairs()
+    second_tensors = key_ranges.rows(2), key_ranges.blocked(2), key_ranges.pairs()
     assert all(
         first_tensor is second_tensor
         for first_tensor, second_tensor in zip(first_tensors, second_tensors, strict=True)
     )
     assert handwritten_plan.density() == density
     # each block size has its own cache entry
-    assert ranges.rows(3).queries.tolist() == [[3, 3]] and ranges.rows(2).queries.tolist() == [
-        [2] * 3
-    ]
+    assert key_ranges.rows(3).queries.tolist() == [[3, 3]] and key_ranges.rows(
+        2
+    ).queries.tolist() == [[2] * 3]
 
 
 def test_transpose_of_handwritten_plan(handwritten_plan):
@@ -87,11 +87,13 @@ def test_from_dense_and_to_dense_are_inverse(list_width):
     ("q_length", "kv_length"), [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)]
 )
 def test_density_equals_token_mask_count(q_length, kv_length, query_block, key_block):
-    ranges = KeyRanges.causal(2, q_length, kv_length, "cpu")
-    dense_plan = BlockPlan.causal(ranges, 3, query_block, key_block)
+    key_ranges = KeyRanges.causal(2, q_length, kv_length, "cpu")
+    dense_plan = BlockPlan.causal(key_ranges, 3, query_block, key_block)
     generator = torch.Generator().manual_seed(1)
     is_selected = torch.rand(dense_plan.to_dense().shape, generator=generator) < 0.5
-    plan = BlockPlan.from_dense(is_selected, ranges, query_block=query_block, key_block=key_block)
+    plan = BlockPlan.from_dense(
+        is_selected, key_ranges, query_block=query_block, key_block=key_block
+    )
     assert_valid_plan(plan)
     assert int(plan.pairs()[0]) == int(plan.token_mask().sum())
     assert dense_plan.density() == 1
@@ -99,10 +101,10 @@ def test_density_equals_token_mask_count(q_length, kv_length, query_block, key_b
 
 
 def test_from_dense_drops_invisible_blocks():
-    ranges = KeyRanges.causal(1, 64, 64, "cpu")
+    key_ranges = KeyRanges.causal(1, 64, 64, "cpu")
     is_selected = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    plan = BlockPlan.from_dense(is_selected, ranges, query_block=16, key_block=16)
-    assert torch.equal(plan.to_dense(), block_visibility(ranges, 16, 16).unsqueeze(1))
+    plan = BlockPlan.from_dense(is_selected, key_ranges, query_block=16, key_block=16)
+    assert torch.equal(plan.to_dense(), block_visibility(key_ranges, 16, 16).unsqueeze(1))
 
 
 def test_from_dense_with_wrong_shape_raises():
@@ -124,16 +126,16 @@ def test_from_dense_with_wrong_shape_raises():
     ],
 )
 def test_complete_rows_attend_all_blocks(dense_rows_before, added_dense_rows, dense_rows_after):
-    ranges = KeyRanges.causal(1, 16, 16, "cpu")
+    key_ranges = KeyRanges.causal(1, 16, 16, "cpu")
     is_selected = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     dense_rows_before = None if dense_rows_before is None else torch.tensor(dense_rows_before)
     plan = BlockPlan.from_dense(
-        is_selected, ranges, query_block=4, key_block=4, dense_rows=dense_rows_before
+        is_selected, key_ranges, query_block=4, key_block=4, dense_rows=dense_rows_before
     )
     completed_plan = plan.with_dense_rows(torch.tensor(added_dense_rows))
     assert_valid_plan(completed_plan)
     is_dense_row = torch.tensor([row in dense_rows_after for row in range(4)])
-    is_visible = block_visibility(ranges, 4, 4)[0]
+    is_visible = block_visibility(key_ranges, 4, 4)[0]
     expected = torch.where(is_dense_row[:, None], is_visible, is_selected[0, 0])
     assert torch.equal(completed_plan.to_dense(), expected.expand(1, 2, -1, -1))
     assert torch.equal(completed_plan.is_dense(), is_dense_row.expand(1, 1, -1))
@@ -158,9 +160,9 @@ def make_layout(padding_mask=None, doc_ids=None, q_length=None, align=4):
 def test_layout_removes_padding():
     block_layout = make_layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
     assert block_layout.ranges.end.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
-    x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
-    assert block_layout.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
-    assert block_layout.restore(block_layout.queries(x))[:, 0, :, 0].tolist() == [
+    token_values = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
+    assert block_layout.keys(token_values)[..., 0].tolist()[0][0][:2] == [3, 4]
+    assert block_layout.restore(block_layout.queries(token_values))[:, 0, :, 0].tolist() == [
         [0, 0, 3, 4],
         [1, 2, 3, 0],
         [1, 0, 0, 4],
@@ -179,5 +181,12 @@ def test_layout_aligns_documents_to_blocks():
     assert block_layout.ranges.end.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
     assert block_layout.ranges.start.tolist()[0][4:7] == [4, 4, 4]
     assert block_layout.ranges.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]
-    x = torch.arange(1.0, 7)[None, None, :, None]
-    assert block_layout.restore(block_layout.queries(x)).flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    token_values = torch.arange(1.0, 7)[None, None, :, None]
+    assert block_layout.restore(block_layout.queries(token_values)).flatten().tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]

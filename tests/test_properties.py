@@ -40,7 +40,7 @@ CALLING_LAYER = LlamaAttention(
 FULL_BUDGET_FIELDS = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
-def hypothesis_settings(share_of_cases):
+def make_hypothesis_settings(share_of_cases):
     """Return hypothesis settings whose number of examples is ``share_of_cases`` of all cases."""
     return settings(
         max_examples=int((NUM_CASES or NUM_FIXED_CASES) * share_of_cases),
@@ -79,7 +79,7 @@ class Heads(NamedTuple):
         )
 
 
-class Features(NamedTuple):
+class AttentionFeatures(NamedTuple):
     """Attention features: window in tokens, seed of random sinks, and soft cap; None: without."""
 
     window: int | None = None
@@ -95,7 +95,7 @@ class Features(NamedTuple):
         return arguments
 
 
-class Row(NamedTuple):
+class RowLayout(NamedTuple):
     """Numbers of padding tokens (left, in the middle, right) and document lengths of a row."""
 
     left_padding: int
@@ -125,10 +125,10 @@ class Row(NamedTuple):
         return torch.cat([*doc_id_pieces, make_padding(self.right_padding)])
 
 
-class Batch(NamedTuple):
+class BatchLayout(NamedTuple):
     """A batch of packed and padded documents, and how its documents are passed to attention."""
 
-    doc_ids: torch.Tensor  # [B, N], rows as in `Row.make_doc_ids`
+    doc_ids: torch.Tensor  # [B, N], rows as in `RowLayout.make_doc_ids`
     boundary_argument: str  # arguments that describe the documents; see `draw_batches`
 
     @property
@@ -198,8 +198,8 @@ def draw_heads(draw):
 
 @st.composite
 def draw_features(draw):
-    """Draw a `Features`."""
-    return Features(
+    """Draw an `AttentionFeatures`."""
+    return AttentionFeatures(
         window=draw(st.sampled_from((None, None, 1, 20, 70))),
         sink_seed=draw(st.one_of(st.none(), st.integers(0, 2**16))),
         softcap=draw(st.sampled_from((None, None, 5.0, 50.0))),
@@ -208,7 +208,7 @@ def draw_features(draw):
 
 @st.composite
 def draw_batches(draw, max_tokens=120):
-    """Draw a `Batch` of one or two rows with up to ``max_tokens`` tokens."""
+    """Draw a `BatchLayout` of one or two rows with up to ``max_tokens`` tokens."""
     rows = []
     for _ in range(draw(st.integers(1, 2))):
         num_tokens = draw(st.integers(1, max_tokens))
@@ -227,7 +227,7 @@ def draw_batches(draw, max_tokens=120):
         )
         padding_lengths = st.one_of(st.just(0), st.integers(0, 40))
         rows.append(
-            Row(draw(padding_lengths), draw(padding_lengths), draw(padding_lengths), lengths)
+            RowLayout(draw(padding_lengths), draw(padding_lengths), draw(padding_lengths), lengths)
         )
     row_doc_ids = [row.make_doc_ids() for row in rows]
     length = max(map(len, row_doc_ids))
@@ -241,7 +241,7 @@ def draw_batches(draw, max_tokens=120):
         )
         for doc_ids in row_doc_ids
     ]
-    return Batch(
+    return BatchLayout(
         torch.stack(padded_doc_ids),
         draw(st.sampled_from(("positions", "positions of the mask", "positions, ones", "lengths"))),
     )
@@ -374,7 +374,7 @@ def assert_equal_up_to_rounding(actual, expected, v):
     ] * largest_value
 
 
-@hypothesis_settings(0.25)
+@make_hypothesis_settings(0.25)
 @given(st.data())
 def test_full_budget_equals_masked_attention(data):
     """Compare "cab" with mass threshold 0, and "cab_dense", with attention under a token mask."""
@@ -406,7 +406,7 @@ def test_full_budget_equals_masked_attention(data):
     )
 
 
-@hypothesis_settings(0.3)
+@make_hypothesis_settings(0.3)
 @given(st.data())
 def test_padded_and_packed_sequences_equal_single_sequences(data):
     """Compare each document of a padded and packed batch with a call for the document alone."""
@@ -425,7 +425,7 @@ def test_padded_and_packed_sequences_equal_single_sequences(data):
         assert_equal_up_to_rounding(out[row : row + 1, document_slots], expected, document_v)
 
 
-@hypothesis_settings(0.1)
+@make_hypothesis_settings(0.1)
 @given(st.data())
 def test_nan_key_reaches_all_queries_that_see_it(data):
     """Set a key to NaN: queries that may attend to it become NaN; other rows and heads do not."""
@@ -446,16 +446,16 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
     assert row_output[:, torch.arange(heads.num_kv_heads) != nan_head].isfinite().all()
 
 
-@hypothesis_settings(0.15)
+@make_hypothesis_settings(0.15)
 @given(st.data())
 def test_output_equals_attention_under_token_mask_of_plan(data):
     """Compare with the plan as a token mask, which must also contain the forced blocks."""
     heads, length = data.draw(draw_heads()), data.draw(st.integers(1, 160))
     config = data.draw(draw_config(min_length=0))
     q, k, v = heads.draw_qkv(1, length)
-    ranges = KeyRanges.causal(1, length, length, "cpu")
+    key_ranges = KeyRanges.causal(1, length, length, "cpu")
     layer_context = LayerContext(
-        ranges, heads.dim**-0.5, 0, channels=slow_channels(CALLING_LAYER, heads.dim)
+        key_ranges, heads.dim**-0.5, 0, channels=slow_channels(CALLING_LAYER, heads.dim)
     )
     plan = make_predictor(config)(q, k, layer_context)
     assert_valid_plan(plan)
@@ -479,7 +479,7 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
     )
 
 
-@hypothesis_settings(0.1)
+@make_hypothesis_settings(0.1)
 @given(st.data())
 def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
     """Compare chunked prefill without dense tail; a last chunk below a query block is dense."""
@@ -491,10 +491,10 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
     # left padding of each row is a multiple of the query block, and may end inside a chunk
     left_paddings = [query_block * data.draw(st.integers(0, 2)) for _ in lengths]
     total_length = max(map(sum, zip(left_paddings, lengths, strict=True)))
-    slots = torch.arange(total_length)
+    slot_indices = torch.arange(total_length)
     padding_mask = torch.stack(
         [
-            (slots >= left_padding) & (slots < left_padding + row_length)
+            (slot_indices >= left_padding) & (slot_indices < left_padding + row_length)
             for left_padding, row_length in zip(left_paddings, lengths, strict=True)
         ]
     )
@@ -533,13 +533,13 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
         )
 
 
-@hypothesis_settings(0.2)
+@make_hypothesis_settings(0.2)
 @given(st.data())
 def test_chunks_at_full_budget_equal_masked_attention(data):
     heads = data.draw(draw_heads())
     config = data.draw(draw_config(**FULL_BUDGET_FIELDS))
-    row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
-    batch = Batch(torch.stack([row.make_doc_ids()]), "positions, ones")
+    row = RowLayout(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
+    batch = BatchLayout(torch.stack([row.make_doc_ids()]), "positions, ones")
     total_length = batch.doc_ids.shape[1]
     q, k, v = heads.draw_qkv(1, total_length)
     is_sparse, features = data.draw(st.booleans()), data.draw(draw_features())

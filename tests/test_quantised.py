@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+from tiny import draw_token_ids, make_tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -70,13 +70,13 @@ WEIGHT_CONFIGS = {
 def saved_folder(tmp_path_factory):
     """Save a tiny model, and return its folder."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model(**MODEL_SIZES).save_pretrained(folder)
+    make_tiny_model(**MODEL_SIZES).save_pretrained(folder)
     return folder
 
 
 def make_sparse_model():
     """Return the tiny model with "cab" and the settings `SPARSE_CONFIG_FIELDS`."""
-    model = tiny_model(**MODEL_SIZES)
+    model = make_tiny_model(**MODEL_SIZES)
     cab_hf.apply_cab(model, SPARSE_CONFIG_FIELDS)
     return model
 
@@ -84,7 +84,7 @@ def make_sparse_model():
 def compute_log_probabilities(model):
     """Return the log-probabilities of ``model`` for 300 random tokens, [1, 300, vocabulary]."""
     with torch.no_grad():
-        return model(tokens(1, PROMPT_TOKENS)).logits.float().log_softmax(-1)
+        return model(draw_token_ids(1, PROMPT_TOKENS)).logits.float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("weight_format", WEIGHT_CONFIGS)
@@ -144,7 +144,7 @@ def test_compiled_torchao_rounding_is_accurate(monkeypatch):
 @pytest.mark.parametrize(("scheme", "tolerance"), [("W4A16", 1e-4), ("W8A8", 0.05)])
 def test_compressed_weights_match_sdpa(tmp_path, scheme, tolerance):
     pytest.importorskip("compressed_tensors")
-    model = tiny_model(**MODEL_SIZES)
+    model = make_tiny_model(**MODEL_SIZES)
     save_compressed(model, scheme, tmp_path)
 
     def load_model(**model_options):
@@ -152,7 +152,7 @@ def test_compressed_weights_match_sdpa(tmp_path, scheme, tolerance):
 
     quantised_log_probabilities = compute_log_probabilities(load_model(attn_implementation="sdpa"))
     assert (
-        quantised_log_probabilities - compute_log_probabilities(tiny_model(**MODEL_SIZES))
+        quantised_log_probabilities - compute_log_probabilities(make_tiny_model(**MODEL_SIZES))
     ).any()
     assert_equals_sdpa(load_model, tolerance)
 
@@ -204,7 +204,7 @@ def quanto_cache_options():
 
 
 def test_quantised_cache_does_not_change_sparse_prefill(quanto_cache_options):
-    model, ids = make_sparse_model(), tokens(1, PROMPT_TOKENS)
+    model, ids = make_sparse_model(), draw_token_ids(1, PROMPT_TOKENS)
     with torch.no_grad():
         plain_logits, quantised_logits = (
             model(ids, past_key_values=cache).logits
@@ -218,7 +218,7 @@ def test_quantised_cache_does_not_change_sparse_prefill(quanto_cache_options):
 
 def test_sparse_decode_with_quantised_cache_warns_and_is_dense(quanto_cache_options, monkeypatch):
     monkeypatch.setattr(checks, "_shown_warning_keys", set())
-    model, ids = make_sparse_model(), tokens(1, PROMPT_TOKENS)
+    model, ids = make_sparse_model(), draw_token_ids(1, PROMPT_TOKENS)
     generate_options = {"cache_implementation": "quantized", "cache_config": quanto_cache_options}
     generate_options |= {"max_new_tokens": 4, "do_sample": False}
     dense_tokens = model.generate(ids, **generate_options)

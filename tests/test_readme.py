@@ -31,7 +31,7 @@ LLAMA_8B_CONFIG = LlamaConfig(
 
 
 @pytest.fixture
-def tiny_hub(monkeypatch, tmp_path):
+def hub_of_tiny_models(monkeypatch, tmp_path):
     """Make `from_pretrained` return a tiny model with max_position_embeddings 131,072."""
     model_folder = save_llama(tmp_path / "tiny")
     config = json.loads((model_folder / "config.json").read_text())
@@ -53,7 +53,7 @@ def shrink_code_block(code_block):
     return code_block.replace('"cuda"', '"cpu"').replace("* 1150", "* 20")
 
 
-def test_python_blocks_of_readme_run(tiny_hub, capsys):
+def test_python_blocks_of_readme_run(hub_of_tiny_models, capsys):
     global_names, printed_texts = {}, []
     with torch.no_grad():
         for code_block in README_CODE_BLOCKS:

@@ -5,8 +5,14 @@ import inspect
 import pytest
 import torch
 import transformers
-from tiny import FULL_BUDGET_CONFIG, SMALL_BLOCKS_CONFIG, tiny_llava, tiny_model, tokens
-from tiny_types import tiny_model as tiny_type
+from tiny import (
+    FULL_BUDGET_CONFIG,
+    SMALL_BLOCKS_CONFIG,
+    draw_token_ids,
+    make_tiny_llava,
+    make_tiny_model,
+)
+from tiny_types import make_tiny_model as make_model_of_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import (
@@ -28,7 +34,7 @@ from cab_hf.config import ENGINES
 @pytest.fixture(scope="module")
 def model():
     """Return a tiny LLaMA with "cab"."""
-    return cab_hf.apply_cab(tiny_model(), FULL_BUDGET_CONFIG)
+    return cab_hf.apply_cab(make_tiny_model(), FULL_BUDGET_CONFIG)
 
 
 MODEL_SIZES = {
@@ -92,8 +98,8 @@ def test_functional_transforms_raise_or_equal_plain_call(transform_name, attenti
         "exact": SMALL_BLOCKS_CONFIG.changed(min_length=500),
     }
     model, ids = (
-        apply_cab(tiny_model(), config_by_kind.get(attention_kind, SMALL_BLOCKS_CONFIG)),
-        tokens(2, 200),
+        apply_cab(make_tiny_model(), config_by_kind.get(attention_kind, SMALL_BLOCKS_CONFIG)),
+        draw_token_ids(2, 200),
     )
     # torch.jit.trace rejects constants that require gradients, such as weights
     model.requires_grad_(False)
@@ -128,7 +134,7 @@ def test_active_context_parallel_mesh_raises(model, monkeypatch):
     handlers[torch.ops.aten._scaled_dot_product_flash_attention.default] = None
     monkeypatch.setattr(DTensor._op_dispatcher, "_custom_op_handlers", handlers)
     with pytest.raises(ValueError, match="context-parallel mesh is active"):
-        model(tokens(1, 40))
+        model(draw_token_ids(1, 40))
 
 
 def make_bert():
@@ -154,13 +160,13 @@ def make_bert():
     ],
 )
 def test_remedies_named_by_dropout_error_work(model_type, config_field, remedy, tmp_path):
-    model = tiny_type(model_type, **{config_field: 0.2})
+    model = make_model_of_type(model_type, **{config_field: 0.2})
     model.save_pretrained(tmp_path)
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG).train()
     with pytest.raises(
         ValueError, match="dropout must be 0, got 0.2: 'cab' has no attention"
     ) as error_info:
-        model(tokens(1, 40), use_cache=False)
+        model(draw_token_ids(1, 40), use_cache=False)
     assert f"Load the model with {config_field}=0.0 in its config" in str(error_info.value)
     assert f"set {remedy}" in str(error_info.value)
     attribute_path, _, class_name = remedy.partition(" = 0.0 in every ")
@@ -172,9 +178,11 @@ def test_remedies_named_by_dropout_error_work(model_type, config_field, remedy, 
             for parent_name in parent_names:
                 module = getattr(module, parent_name)
             setattr(module, attribute_name, 0.0)
-    model(tokens(1, 40), use_cache=False)
+    model(draw_token_ids(1, 40), use_cache=False)
     reloaded_model = type(model).from_pretrained(tmp_path, **{config_field: 0.0})
-    cab_hf.apply_cab(reloaded_model, FULL_BUDGET_CONFIG).train()(tokens(1, 40), use_cache=False)
+    cab_hf.apply_cab(reloaded_model, FULL_BUDGET_CONFIG).train()(
+        draw_token_ids(1, 40), use_cache=False
+    )
 
 
 def test_unexplained_dropout_error_names_eval(model):
@@ -200,7 +208,7 @@ def test_unexplained_dropout_error_names_eval(model):
     ids=repr,
 )
 def test_invalid_saved_config_raises(saved_config):
-    model = tiny_model()
+    model = make_tiny_model()
     model.config.cab_config = saved_config
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model.set_attn_implementation("cab")
@@ -214,14 +222,14 @@ def test_invalid_saved_config_raises(saved_config):
     # setting the attribute past the assignment check raises an error in the next call
     vars(model.config)["cab_config"] = saved_config
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
-        model(tokens(1, 40))
+        model(draw_token_ids(1, 40))
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         cab_hf.describe(model)
 
 
 @pytest.mark.parametrize("calibration_name", ["mass_threshold=0.08", "", "nowhere.json"])
 def test_unknown_calibration_name_raises(calibration_name):
-    model = tiny_model()
+    model = make_tiny_model()
     for set_config in (
         lambda: setattr(model.config, "cab_config", calibration_name),
         lambda: apply_cab(model, calibration_name),
@@ -237,7 +245,7 @@ def test_unknown_calibration_name_raises(calibration_name):
     "invalid_config", [3, 0.8, [("redundancy", 0.8)], type(SMALL_BLOCKS_CONFIG)], ids=repr
 )
 def test_settings_of_wrong_type_raise(invalid_config):
-    model = tiny_model()
+    model = make_tiny_model()
     error_pattern = "config must be a CabConfig, a dict of its fields, or the path of a .*, got "
     with pytest.raises(ValueError, match=error_pattern):
         apply_cab(model, invalid_config)
@@ -248,18 +256,18 @@ def test_settings_of_wrong_type_raise(invalid_config):
 
 @pytest.mark.parametrize("saved_config", [{"redundancy": {}}, {"min_length": 2**70}], ids=repr)
 def test_invalid_saved_config_raises_when_compiled(saved_config):
-    model = tiny_model(num_hidden_layers=1)
+    model = make_tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("cab")
     vars(model.config)["cab_config"] = saved_config
     torch._dynamo.reset()
     with pytest.raises(Exception, match=f"CabConfig.{next(iter(saved_config))} must be"):
-        torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(1, 40))
+        torch.compile(model, fullgraph=True, backend="aot_eager")(draw_token_ids(1, 40))
 
 
 def call_attention(query, key=None, mask=None, attend=cab_attention, **attention_options):
     """Call an attention function as a model's layer does; ``key`` None: use the query as key."""
     module = torch.nn.Module()
-    module.config = tiny_model().config
+    module.config = make_tiny_model().config
     module.config.cab_config = FULL_BUDGET_CONFIG
     module.layer_idx = 0
     module.num_key_value_groups = 1
@@ -270,7 +278,7 @@ def call_attention(query, key=None, mask=None, attend=cab_attention, **attention
 EIGHT_QUERIES = torch.zeros(1, 1, 8, 16)  # queries of eight tokens
 
 
-def prefix_mask_function(batch, head, query, key):
+def is_causal_or_in_prefix(batch, head, query, key):
     """Return True for causal (query, key) pairs and for the keys 0 to 3: a mask function."""
     return (key <= query) | (key < 4)
 
@@ -278,18 +286,18 @@ def prefix_mask_function(batch, head, query, key):
 def make_prefix_mask(**mask_options):
     """Return the mask of a function that is not causal; a layer raises when it uses the mask."""
     return cab_mask(
-        1, 8, 8, mask_function=prefix_mask_function, config=BertConfig(), **mask_options
+        1, 8, 8, mask_function=is_causal_or_in_prefix, config=BertConfig(), **mask_options
     )
 
 
-def make_forward(**model_inputs):
+def make_forward_call(**model_inputs):
     """Return a function that takes a model and calls it with two sequences of 40 tokens."""
-    return lambda model: model(tokens(2, 40), use_cache=False, **model_inputs)
+    return lambda model: model(draw_token_ids(2, 40), use_cache=False, **model_inputs)
 
 
-def make_padded_forward(num_rows, length):
-    """Return the result of `make_forward` with a padding mask [num_rows, length]."""
-    return make_forward(attention_mask=(torch.arange(length) > 0).expand(num_rows, -1))
+def make_padded_forward_call(num_rows, length):
+    """Return the result of `make_forward_call` with a padding mask [num_rows, length]."""
+    return make_forward_call(attention_mask=(torch.arange(length) > 0).expand(num_rows, -1))
 
 
 def make_attention_call(**attention_arguments):
@@ -297,7 +305,7 @@ def make_attention_call(**attention_arguments):
     return lambda _: call_attention(**{"query": EIGHT_QUERIES, **attention_arguments})
 
 
-def make_apply_cab(config=None, **config_fields):
+def make_apply_cab_call(config=None, **config_fields):
     """Return a function that takes a model and calls `apply_cab` with these settings."""
     return lambda model: apply_cab(model, config, **config_fields)
 
@@ -314,8 +322,10 @@ def make_training_step(**config_fields):
     }
 
     def run_training_step(_):
-        model = apply_cab(tiny_model(**model_fields), FULL_BUDGET_CONFIG, **config_fields).train()
-        model(tokens(1, 40), labels=tokens(1, 40))
+        model = apply_cab(
+            make_tiny_model(**model_fields), FULL_BUDGET_CONFIG, **config_fields
+        ).train()
+        model(draw_token_ids(1, 40), labels=draw_token_ids(1, 40))
 
     return run_training_step
 
@@ -324,7 +334,7 @@ def make_decode_after_crop(num_cropped_tokens):
     """Return a function that crops ``num_cropped_tokens`` of layer 1 of a cache, then decodes."""
 
     def crop_and_decode(model):
-        cache, ids = DynamicCache(config=model.config), tokens(1, 201)
+        cache, ids = DynamicCache(config=model.config), draw_token_ids(1, 201)
         model(ids[:, :200], past_key_values=cache)
         cache.layers[1].crop(-num_cropped_tokens)
         model(ids[:, 200:], past_key_values=cache)
@@ -338,16 +348,20 @@ def call_under_vmap(model):
     def compute_row_logits(row):
         return model(row[None], attention_mask=torch.ones_like(row[None])).logits
 
-    torch.vmap(compute_row_logits)(tokens(2, 200))
+    torch.vmap(compute_row_logits)(draw_token_ids(2, 200))
 
 
 # by name: (function of a model, which raises; type of the error; argument that the message names)
 INVALID_CALLS = {
-    "output_attentions": (make_forward(output_attentions=True), ValueError, "output_attentions"),
-    "unknown-keyword": (make_forward(foo=3), ValueError, "foo"),
+    "output_attentions": (
+        make_forward_call(output_attentions=True),
+        ValueError,
+        "output_attentions",
+    ),
+    "unknown-keyword": (make_forward_call(foo=3), ValueError, "foo"),
     **{
         f"mask-{'x'.join(map(str, mask_shape))}": (
-            make_forward(attention_mask=torch.ones(mask_shape)),
+            make_forward_call(attention_mask=torch.ones(mask_shape)),
             ValueError,
             "attention_mask",
         )
@@ -355,7 +369,7 @@ INVALID_CALLS = {
     },
     **{
         f"padding-{num_rows}x{length}": (
-            make_padded_forward(num_rows, length),
+            make_padded_forward_call(num_rows, length),
             ValueError,
             "attention_mask",
         )
@@ -364,14 +378,18 @@ INVALID_CALLS = {
     "vmap-over-mask": (call_under_vmap, NotImplementedError, "attention_mask"),
     "dropout": (make_training_step(attention_dropout=0.1), ValueError, "dropout"),
     "engine-without-backward": (make_training_step(engine="flex"), ValueError, "engine"),
-    "bidirectional-model": (lambda _: make_bert()(tokens(1, 40)), ValueError, "is_causal"),
+    "bidirectional-model": (lambda _: make_bert()(draw_token_ids(1, 40)), ValueError, "is_causal"),
     "cropped-layer": (make_decode_after_crop(50), ValueError, "key"),
     "empty-layer": (make_decode_after_crop(200), ValueError, "key"),
-    "engine": (make_apply_cab(engine="warp"), ValueError, "engine"),
-    "unknown-field": (make_apply_cab(top_pp=0.5), ValueError, "top_pp"),
-    "predictor": (make_apply_cab(SMALL_BLOCKS_CONFIG, predictor="none"), ValueError, "predictor"),
+    "engine": (make_apply_cab_call(engine="warp"), ValueError, "engine"),
+    "unknown-field": (make_apply_cab_call(top_pp=0.5), ValueError, "top_pp"),
+    "predictor": (
+        make_apply_cab_call(SMALL_BLOCKS_CONFIG, predictor="none"),
+        ValueError,
+        "predictor",
+    ),
     "dense_layers": (
-        make_apply_cab(SMALL_BLOCKS_CONFIG, dense_layers=(3,)),
+        make_apply_cab_call(SMALL_BLOCKS_CONFIG, dense_layers=(3,)),
         ValueError,
         "dense_layers",
     ),
@@ -408,7 +426,7 @@ INVALID_CALLS = {
 )
 def test_refused_call_raises_and_names_argument(call_model, error_type, argument_name):
     with pytest.raises(error_type, match=rf"\b{argument_name}\b"):
-        call_model(apply_cab(tiny_model(), FULL_BUDGET_CONFIG))
+        call_model(apply_cab(make_tiny_model(), FULL_BUDGET_CONFIG))
 
 
 def test_config_lists_all_engines():
@@ -455,7 +473,7 @@ HARMLESS_ARGUMENTS = {
 @pytest.mark.parametrize("argument_name", HARMLESS_ARGUMENTS)
 @torch.no_grad()
 def test_tokenizer_outputs_and_trainer_columns_do_not_change_logits(model, argument_name):
-    ids = tokens(1, 40)
+    ids = draw_token_ids(1, 40)
     actual = model(ids, **{argument_name: HARMLESS_ARGUMENTS[argument_name]}).logits
     assert torch.equal(actual, model(ids).logits)
 
@@ -498,7 +516,7 @@ def test_model_known_unsupported_only_at_call_raises(class_prefix, model_fields,
     model = getattr(transformers, f"{class_prefix}ForCausalLM")(config_class(**model_fields)).eval()
     model.set_attn_implementation("cab")
     with pytest.raises(NotImplementedError, match=error_pattern):
-        model(tokens(1, 40))
+        model(draw_token_ids(1, 40))
     # `describe` also reports that the layer raises an error
     assert ": refused, " in cab_hf.describe(model, tokens=40)
 
@@ -547,7 +565,7 @@ def test_model_with_unreadable_source_is_accepted(monkeypatch):
     class UserLlama(LlamaForCausalLM):
         pass
 
-    config = tiny_model().config
+    config = make_tiny_model().config
     config._attn_implementation = "cab"
     UserLlama(config)
     monkeypatch.setattr(inspect, "getsource", lambda module: "class Attention(nn.Module):")
@@ -570,9 +588,9 @@ def test_model_with_unreadable_source_is_accepted(monkeypatch):
 
 
 def test_vision_language_model_error_names_language_model_setting():
-    ids = torch.cat([torch.full((1, 4), 2), tokens(1, 40)], dim=1)
+    ids = torch.cat([torch.full((1, 4), 2), draw_token_ids(1, 40)], dim=1)
     inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8)}
-    model = tiny_llava()
+    model = make_tiny_llava()
     with torch.no_grad():
         expected = model(**inputs).logits
         model.set_attn_implementation("cab")
@@ -586,7 +604,7 @@ def test_vision_language_model_error_names_language_model_setting():
 
 
 def test_settings_outside_of_language_model_raise():
-    config = tiny_llava().config
+    config = make_tiny_llava().config
     config.cab_config = FULL_BUDGET_CONFIG
     transformers.LlavaForConditionalGeneration(config)
     config._attn_implementation = {"text_config": "cab"}

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_cases import random_plan
-from tiny import qkv
+from attention_cases import make_random_plan
+from tiny import draw_qkv
 
 from cab_hf.call.layout import BlockLayout, TokenPermutation
 from cab_hf.ops import reference
@@ -64,19 +64,19 @@ def gather_tokens(x, token_index):
 
 
 def apply_by_gather(permutation, x):
-    """Return the expected result of `TokenPermutation.apply`, by `gather_tokens`."""
+    """Return the expected result of `TokenPermutation.permute_tokens`, by `gather_tokens`."""
     return gather_tokens(x, permutation.token_indices)
 
 
 def undo_by_gather(permutation, x):
-    """Return the expected result of `TokenPermutation.undo`, by `gather_tokens`."""
+    """Return the expected result of `TokenPermutation.unpermute_tokens`, by `gather_tokens`."""
     tokens = gather_tokens(x, permutation.position_indices)
     if permutation.is_padding is None:
         return tokens
     return tokens.masked_fill(permutation.is_padding[:, None, :, None], 0.0)
 
 
-def random_tensor(length, dtype=torch.float32, seed=0):
+def draw_tensor(length, dtype=torch.float32, seed=0):
     """Return a random tensor [2, HEADS, length, DIM]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, NUM_HEADS, length, HEAD_DIM, generator=generator).to(dtype)
@@ -88,24 +88,24 @@ def random_tensor(length, dtype=torch.float32, seed=0):
 def test_permutation_and_gradients_match_elementwise_index(case_name, stride_kind, dtype):
     permutation = make_layout(case_name).query_order
     num_tokens, num_slots = LAYOUT_CASES[case_name][0], permutation.is_vacant.shape[1]
-    token_tensor = STRIDE_FUNCTIONS[stride_kind](random_tensor(num_tokens, dtype)).requires_grad_()
-    slot_tensor = STRIDE_FUNCTIONS[stride_kind](random_tensor(num_slots, dtype, 1)).requires_grad_()
+    token_tensor = STRIDE_FUNCTIONS[stride_kind](draw_tensor(num_tokens, dtype)).requires_grad_()
+    slot_tensor = STRIDE_FUNCTIONS[stride_kind](draw_tensor(num_slots, dtype, 1)).requires_grad_()
     # attention gives zero gradients to empty slots
-    slot_gradient = random_tensor(num_slots, dtype, 2).masked_fill(
+    slot_gradient = draw_tensor(num_slots, dtype, 2).masked_fill(
         permutation.is_vacant[:, None, :, None], 0.0
     )
     for actual, expected, leaf, output_gradient in (
         (
-            permutation.apply(token_tensor),
+            permutation.permute_tokens(token_tensor),
             apply_by_gather(permutation, token_tensor),
             token_tensor,
             slot_gradient,
         ),
         (
-            permutation.undo(slot_tensor),
+            permutation.unpermute_tokens(slot_tensor),
             undo_by_gather(permutation, slot_tensor),
             slot_tensor,
-            random_tensor(num_tokens, dtype, 3),
+            draw_tensor(num_tokens, dtype, 3),
         ),
     ):
         assert torch.equal(actual, expected)
@@ -120,18 +120,20 @@ def test_attention_in_layout_is_bit_identical(case_name):
     permutations = block_layout.query_order, block_layout.key_order, block_layout.key_order
     leaves = [
         x.requires_grad_()
-        for x in qkv(2, q_length=LAYOUT_CASES[case_name][0], kv_length=SEQUENCE_LENGTH, dim=16)
+        for x in draw_qkv(2, q_length=LAYOUT_CASES[case_name][0], kv_length=SEQUENCE_LENGTH, dim=16)
     ]
 
     def compute_out_and_gradients(apply_permutation, undo_permutation):
         q, k, v = map(apply_permutation, permutations, leaves)
-        plan = random_plan(q, k, (32, 16), ranges=block_layout.ranges)
+        plan = make_random_plan(q, k, (32, 16), ranges=block_layout.ranges)
         out = undo_permutation(
             block_layout.query_order, reference.attention(q, k, v, plan, scale=0.2)
         )
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
-    actual = compute_out_and_gradients(TokenPermutation.apply, TokenPermutation.undo)
+    actual = compute_out_and_gradients(
+        TokenPermutation.permute_tokens, TokenPermutation.unpermute_tokens
+    )
     expected = compute_out_and_gradients(apply_by_gather, undo_by_gather)
     assert all(map(torch.equal, actual, expected))
 
@@ -139,34 +141,36 @@ def test_attention_in_layout_is_bit_identical(case_name):
 def test_empty_slot_has_zero_gradient():
     """Pass NaN as the output gradient of empty slots, which must not reach any token."""
     permutation = make_layout("packed").key_order
-    x = random_tensor(SEQUENCE_LENGTH).requires_grad_()
-    slot_gradient = random_tensor(permutation.is_vacant.shape[1]).masked_fill(
+    token_tensor = draw_tensor(SEQUENCE_LENGTH).requires_grad_()
+    slot_gradient = draw_tensor(permutation.is_vacant.shape[1]).masked_fill(
         permutation.is_vacant[:, None, :, None], torch.nan
     )
-    (token_gradient,) = torch.autograd.grad(permutation.apply(x), x, slot_gradient)
+    (token_gradient,) = torch.autograd.grad(
+        permutation.permute_tokens(token_tensor), token_tensor, slot_gradient
+    )
     assert torch.isfinite(token_gradient).all()
 
 
 @pytest.mark.parametrize("case_name", ["left-padded", "packed-padded"])
 def test_round_trip_is_twice_differentiable(case_name):
     permutation = make_layout(case_name).query_order
-    x = torch.randn(2, 1, SEQUENCE_LENGTH, 1, dtype=torch.float64, requires_grad=True)
+    token_tensor = torch.randn(2, 1, SEQUENCE_LENGTH, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(
-        lambda x: permutation.undo(permutation.apply(x).square()), x
+        lambda x: permutation.unpermute_tokens(permutation.permute_tokens(x).square()), token_tensor
     )
 
 
 def test_permutation_compiles_without_graph_break():
     permutation = make_layout("left-padded").query_order
-    x = random_tensor(SEQUENCE_LENGTH).requires_grad_()
+    token_tensor = draw_tensor(SEQUENCE_LENGTH).requires_grad_()
 
     def square_in_layout(x):
-        return permutation.undo(permutation.apply(x).square())
+        return permutation.unpermute_tokens(permutation.permute_tokens(x).square())
 
     torch._dynamo.reset()
-    actual = torch.compile(square_in_layout, fullgraph=True, backend="aot_eager")(x)
-    expected = square_in_layout(x)
+    actual = torch.compile(square_in_layout, fullgraph=True, backend="aot_eager")(token_tensor)
+    expected = square_in_layout(token_tensor)
     assert torch.equal(actual, expected)
-    (gradient,) = torch.autograd.grad(actual.sum(), x)
-    (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
+    (gradient,) = torch.autograd.grad(actual.sum(), token_tensor)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), token_tensor)
     assert torch.equal(gradient, expected_gradient)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from torch import nn
 from transformers import (
     CohereConfig,
@@ -60,7 +60,9 @@ def make_model(config_class, model_class, **config_fields):
     ("slowest_channels", "build_model"),
     [
         *(
-            pytest.param(HALF_SPLIT_CHANNELS, partial(tiny_model, family, head_dim=64), id=family)
+            pytest.param(
+                HALF_SPLIT_CHANNELS, partial(make_tiny_model, family, head_dim=64), id=family
+            )
             for family in ("llama", "mistral", "qwen3")
         ),
         pytest.param(
@@ -82,10 +84,10 @@ def test_slow_channels_are_those_with_lowest_measured_rotation(slowest_channels,
         for module_name, module in model.named_modules()
         if module_name.endswith("rotary_emb")
     )
-    ones = torch.ones(1, 1, 2, 64)
-    cos, sin = rotary_embedding(ones, torch.arange(2)[None])
+    unrotated_ones = torch.ones(1, 1, 2, 64)
+    cos, sin = rotary_embedding(unrotated_ones, torch.arange(2)[None])
     apply_rotation = sys.modules[type(find_attention(model)).__module__].apply_rotary_pos_emb
-    rotated_ones, _ = apply_rotation(ones, ones, cos, sin)
+    rotated_ones, _ = apply_rotation(unrotated_ones, unrotated_ones, cos, sin)
     channel_changes = (rotated_ones[0, 0, 1] - rotated_ones[0, 0, 0]).abs()
     assert (
         channel_changes[list(slowest_channels)].max()
@@ -96,7 +98,7 @@ def test_slow_channels_are_those_with_lowest_measured_rotation(slowest_channels,
 @pytest.mark.parametrize(
     ("build_model", "head_dim"),
     [
-        pytest.param(lambda: tiny_model(), 16, id="small-heads"),
+        pytest.param(lambda: make_tiny_model(), 16, id="small-heads"),
         pytest.param(lambda: make_model(PhiConfig, PhiForCausalLM), 64, id="phi-in-part"),
         pytest.param(lambda: make_model(GlmConfig, GlmForCausalLM), 64, id="glm-in-part"),
         pytest.param(lambda: make_model(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
@@ -128,7 +130,7 @@ def test_no_rotation_keeps_all_channels():
     ],
 )
 def test_slow_channels_of_config_variants(config_fields, slow_channel_indices):
-    attention_layer = find_attention(tiny_model(head_dim=64))
+    attention_layer = find_attention(make_tiny_model(head_dim=64))
     for field_name, field_value in config_fields.items():
         setattr(attention_layer.config, field_name, field_value)
     assert isinstance(attention_layer, LlamaAttention)
@@ -139,12 +141,14 @@ def test_slow_channels_of_config_variants(config_fields, slow_channel_indices):
     ("head_dim", "num_channels"), [(32, 0), (62, 0), (64, 32), (80, 40), (128, 64)]
 )
 def test_large_heads_score_half_of_the_channels(head_dim, num_channels):
-    assert len(slow_channels(find_attention(tiny_model(head_dim=64)), head_dim)) == num_channels
+    assert (
+        len(slow_channels(find_attention(make_tiny_model(head_dim=64)), head_dim)) == num_channels
+    )
 
 
 def test_layers_without_rotation_keep_all_channels():
     """Check SmolLM3, in which every fourth layer has no RoPE."""
-    model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
+    model = make_tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
     attention_layers = [
         module for module in model.modules() if isinstance(module, SmolLM3Attention)
     ]
@@ -178,15 +182,15 @@ def test_prefill_scores_slow_channels(monkeypatch):
         return original_encode_keys(self, k, valid, channels)
 
     monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", record_and_encode)
-    model = tiny_model(head_dim=64)
+    model = make_tiny_model(head_dim=64)
     with cab_hf.cab(model, SPARSE_CONFIG), torch.no_grad():
-        model(tokens(1, 100))
+        model(draw_token_ids(1, 100))
     assert scored_channels == [HALF_SPLIT_CHANNELS] * 3
 
 
 @pytest.mark.slow
 def test_slow_channels_compile_without_graph_break():
-    model, ids = tiny_model(head_dim=64, num_hidden_layers=1), tokens(1, 150)
+    model, ids = make_tiny_model(head_dim=64, num_hidden_layers=1), draw_token_ids(1, 150)
     with cab_hf.cab(model, SPARSE_CONFIG), torch.no_grad():
         expected = model(ids).logits
         torch._dynamo.reset()

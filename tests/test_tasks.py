@@ -160,11 +160,11 @@ def test_answer_occurs_only_in_needles(task):
             ]
         )
         assert all(reply in needle_text for reply in example.replies)
-        other_tokens, previous_end = [], 0
+        other_tokens, previous_needle_end = [], 0
         for start, end in sorted(example.needles):
-            other_tokens += example.tokens[previous_end:start]
-            previous_end = end
-        other_tokens += example.tokens[previous_end : example.prompt]
+            other_tokens += example.tokens[previous_needle_end:start]
+            previous_needle_end = end
+        other_tokens += example.tokens[previous_needle_end : example.prompt]
         assert not any(reply in decode_text(other_tokens) for reply in example.replies)
 
 

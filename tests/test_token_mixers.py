@@ -3,7 +3,7 @@
 import pytest
 import torch
 from launches import SHORT_RUN_OPTIONS
-from tiny_types import FIRST_REGULAR_TOKEN, tiny_model
+from tiny_types import FIRST_REGULAR_TOKEN, make_tiny_model
 from words import make_tokenizer
 
 import cab_hf
@@ -32,7 +32,7 @@ ATTENTION_ONLY_TYPES = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 
 
 @pytest.mark.parametrize("model_type", MIXER_CLASSES)
 def test_other_token_mixers_raise_under_context_parallel(model_type, single_process_group):
-    model = cab_hf.apply_cab(tiny_model(model_type), min_length=0)
+    model = cab_hf.apply_cab(make_tiny_model(model_type), min_length=0)
     error_pattern = (
         rf"mix tokens without attention \({MIXER_CLASSES[model_type]}.*\); inside context_parallel"
     )
@@ -44,12 +44,12 @@ def test_other_token_mixers_raise_under_context_parallel(model_type, single_proc
 
 @pytest.mark.parametrize("model_type", ATTENTION_ONLY_TYPES.split())
 def test_attention_layers_are_not_token_mixers(model_type):
-    assert list(token_mixers(tiny_model(model_type))) == []
+    assert list(token_mixers(make_tiny_model(model_type))) == []
 
 
 def test_hybrid_with_attention_layers_only_has_no_token_mixers():
     config_fields = {"layer_types": ["full_attention"] * 4}
-    assert list(token_mixers(tiny_model("granitemoehybrid", **config_fields))) == []
+    assert list(token_mixers(make_tiny_model("granitemoehybrid", **config_fields))) == []
 
 
 @pytest.mark.parametrize("implementation", ["cab", "sdpa"])
@@ -57,7 +57,7 @@ def test_hybrid_with_attention_layers_only_has_no_token_mixers():
 def test_packed_training_raises_for_other_token_mixers(
     implementation, run_options, tmp_path, capsys
 ):
-    tiny_model("bamba").save_pretrained(tmp_path)
+    make_tiny_model("bamba").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     arguments = [
         *SHORT_RUN_OPTIONS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import mark_slow_except
-from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from transformers import DynamicCache, StaticCache
 
 import cab_hf
@@ -36,17 +36,17 @@ def compute_prefill_logits(model, sequences):
 
 
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static", "cropped"])
-@pytest.mark.parametrize("budget", ["full", "sparse"])
-def test_document_cache_serves_several_questions(cache_kind, budget):
+@pytest.mark.parametrize("config_kind", ["full", "sparse"])
+def test_document_cache_serves_several_questions(cache_kind, config_kind):
     """Ask questions after a cached document: on a copy of the cache, or cropping it afterwards."""
     config = {"full": FULL_BUDGET_CONFIG, "sparse": replace(SPARSE_CONFIG, dense_tail_blocks=0)}[
-        budget
+        config_kind
     ]
-    model = cab_hf.apply_cab(tiny_model(), config)
-    document, cache = tokens(1, DOCUMENT_TOKENS), make_cache(model, cache_kind)
+    model = cab_hf.apply_cab(make_tiny_model(), config)
+    document, cache = draw_token_ids(1, DOCUMENT_TOKENS), make_cache(model, cache_kind)
     append_tokens(model, document, cache)
     for seed in (2, 3):
-        question = tokens(1, QUESTION_TOKENS, seed=seed)
+        question = draw_token_ids(1, QUESTION_TOKENS, seed=seed)
         if cache_kind == "cropped":
             answer_logits = append_tokens(model, question, cache)
             cache.crop(-QUESTION_TOKENS)
@@ -58,8 +58,8 @@ def test_document_cache_serves_several_questions(cache_kind, budget):
 
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 def test_chat_turns_equal_one_sequence_at_full_budget(cache_kind):
-    model = cab_hf.apply_cab(tiny_model(), FULL_BUDGET_CONFIG)
-    turn_ids = [tokens(1, turn_length, seed=turn_length) for turn_length in TURN_LENGTHS]
+    model = cab_hf.apply_cab(make_tiny_model(), FULL_BUDGET_CONFIG)
+    turn_ids = [draw_token_ids(1, turn_length, seed=turn_length) for turn_length in TURN_LENGTHS]
     cache = make_cache(model, cache_kind)
     turn_logits = torch.cat([append_tokens(model, ids, cache) for ids in turn_ids], dim=1)
     torch.testing.assert_close(
@@ -69,8 +69,8 @@ def test_chat_turns_equal_one_sequence_at_full_budget(cache_kind):
 
 @pytest.mark.parametrize("num_padding_tokens", [0, 40])
 def test_chunked_generate_selects_same_blocks_as_one_prefill(num_padding_tokens):
-    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
-    ids = tokens(2, 352)
+    model = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
+    ids = draw_token_ids(2, 352)
     mask = torch.ones_like(ids)
     # with this left padding, chunks end inside query blocks of row 0, which start after the padding
     mask[0, :num_padding_tokens] = 0
@@ -93,9 +93,9 @@ def test_chunked_generate_selects_same_blocks_as_one_prefill(num_padding_tokens)
 
 
 def test_only_calls_prepared_by_generate_have_a_prompt():
-    model, other_model = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
-    config, ids, recorded_prompts = model.config, tokens(1, 8), []
-    handle = model.model.register_forward_hook(
+    model, other_model = (cab_hf.apply_cab(make_tiny_model(num_hidden_layers=1)) for _ in range(2))
+    config, ids, recorded_prompts = model.config, draw_token_ids(1, 8), []
+    hook_handle = model.model.register_forward_hook(
         lambda *_: recorded_prompts.append(
             [scope.current_prompt(1, x.config, None) for x in (model, other_model)]
         )
@@ -103,7 +103,7 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
     prompt = scope.Prompt(300, row_lengths=(300,))
     with scope.set_generation(model):
         generation = scope.FORWARD_CONTEXT.get().generation
-        generation.begin(prompt, is_compiled=False)
+        generation.begin_generation(prompt, is_compiled=False)
         model(ids)
         generation.prepare_inputs(model, lambda: {"input_ids": None})
         assert scope.current_prompt(1, config, None) is None
@@ -114,7 +114,7 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
         with scope.hide_prompt():
             generation.prepare_inputs(model, lambda: {"input_ids": None})
             model(ids)
-    handle.remove()
+    hook_handle.remove()
     no_prompts = [None, None]
     assert recorded_prompts == [no_prompts, [prompt, None], no_prompts, no_prompts]
     assert not model._forward_pre_hooks and not model._forward_hooks
@@ -149,11 +149,11 @@ def assert_chunks_equal_one_call(prompt_length, num_tail_blocks, chunk_tokens=64
     """
     config, ids = (
         replace(SPARSE_CONFIG, dense_tail_blocks=num_tail_blocks, **config_fields),
-        tokens(1, prompt_length, seed=prompt_length),
+        draw_token_ids(1, prompt_length, seed=prompt_length),
     )
 
     def generate_last_logits(mass_threshold, **generate_options):
-        model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=mass_threshold))
+        model = cab_hf.apply_cab(make_tiny_model(), replace(config, mass_threshold=mass_threshold))
         return generate_logits(model, ids, **generate_options)
 
     # rounding may move a block's mass across the threshold: then try a slightly larger threshold
@@ -197,9 +197,9 @@ def test_query_blocks_start_at_first_token_of_sequence():
     # a chunk of 50 tokens ends inside a query block; the outputs after the chunk must equal those
     # of a single call with all tokens
     model = cab_hf.apply_cab(
-        tiny_model(num_hidden_layers=1), replace(SPARSE_CONFIG, dense_tail_blocks=0)
+        make_tiny_model(num_hidden_layers=1), replace(SPARSE_CONFIG, dense_tail_blocks=0)
     )
-    ids, cache = tokens(1, 256), make_cache(model, "dynamic")
+    ids, cache = draw_token_ids(1, 256), make_cache(model, "dynamic")
     append_tokens(model, ids[:, :50], cache)
     actual = append_tokens(model, ids[:, 50:], cache)
     expected = compute_prefill_logits(model, [ids])
@@ -208,9 +208,13 @@ def test_query_blocks_start_at_first_token_of_sequence():
 
 def test_query_blocks_of_padded_rows_start_at_first_real_token():
     model = cab_hf.apply_cab(
-        tiny_model(num_hidden_layers=1), replace(SPARSE_CONFIG, dense_tail_blocks=0)
+        make_tiny_model(num_hidden_layers=1), replace(SPARSE_CONFIG, dense_tail_blocks=0)
     )
-    ids, cache, mask = tokens(2, 256), make_cache(model, "dynamic"), torch.ones(2, 256).long()
+    ids, cache, mask = (
+        draw_token_ids(2, 256),
+        make_cache(model, "dynamic"),
+        torch.ones(2, 256).long(),
+    )
     mask[0, :45] = 0
     with torch.no_grad():
         model(ids[:, :64], attention_mask=mask[:, :64], past_key_values=cache, use_cache=True)
@@ -228,8 +232,8 @@ def test_query_blocks_of_padded_rows_start_at_first_real_token():
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_chunked_rows_have_separate_prompt_ends(padding_side):
-    model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
-    long_ids, short_ids = tokens(1, 224), tokens(1, 160, seed=2)
+    model = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
+    long_ids, short_ids = draw_token_ids(1, 224), draw_token_ids(1, 160, seed=2)
     short_slice = slice(64, 224) if padding_side == "left" else slice(0, 160)
     ids, mask = torch.cat([long_ids, torch.zeros_like(long_ids)]), torch.zeros(2, 224).long()
     ids[1, short_slice], mask[0], mask[1, short_slice] = short_ids, 1, 1
@@ -250,21 +254,21 @@ def test_chunked_rows_have_separate_prompt_ends(padding_side):
 )
 def test_short_right_padded_row_is_dense_in_chunks(generate_options):
     config_fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, **config_fields))
+    model = cab_hf.apply_cab(make_tiny_model(), replace(SPARSE_CONFIG, **config_fields))
     short_ids, ids, mask, chunk_logits = (
-        tokens(1, 190),
-        tokens(2, 400),
+        draw_token_ids(1, 190),
+        draw_token_ids(2, 400),
         torch.ones(2, 400).long(),
         [],
     )
     ids[0, :190], ids[0, 190:], mask[0, 190:] = short_ids, 0, 0
     expected = compute_prefill_logits(model, [short_ids])
-    handle = model.lm_head.register_forward_hook(
+    hook_handle = model.lm_head.register_forward_hook(
         lambda module, args, output: chunk_logits.append(output)
     )
     generate_options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **generate_options}
     generate_logits(model, ids, attention_mask=mask, **generate_options)
-    handle.remove()
+    hook_handle.remove()
     actual = torch.cat(chunk_logits, 1)[:1, :190]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -283,9 +287,9 @@ CALIBRATION_ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, 
 )
 def test_early_exit_drafts_do_not_change_tokens(config_fields):
     model = cab_hf.apply_cab(
-        tiny_model(num_hidden_layers=4), replace(SPARSE_CONFIG, **config_fields)
+        make_tiny_model(num_hidden_layers=4), replace(SPARSE_CONFIG, **config_fields)
     )
-    ids = tokens(1, 200)
+    ids = draw_token_ids(1, 200)
     generation_options = {
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": 4,
@@ -297,14 +301,18 @@ def test_early_exit_drafts_do_not_change_tokens(config_fields):
 
 
 def test_failed_draft_restores_the_model():
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), SPARSE_CONFIG)
+    model = cab_hf.apply_cab(make_tiny_model(num_hidden_layers=4), SPARSE_CONFIG)
 
     def raise_interrupt(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         generate_logits(
-            model, tokens(1, 40), 4, assistant_early_exit=2, logits_processor=[raise_interrupt]
+            model,
+            draw_token_ids(1, 40),
+            4,
+            assistant_early_exit=2,
+            logits_processor=[raise_interrupt],
         )
     assert model.config.num_hidden_layers == 4
 
@@ -319,7 +327,7 @@ def test_last_chunk_of_one_token_is_not_a_decode_step(step_kind):
 
 def make_repeated_prompt(prompt_length, seed):
     """Return a prompt that repeats its tokens, so that prompt lookup decoding finds drafts."""
-    return tokens(1, max(8, prompt_length // 4), seed=seed).repeat(1, 5)[:, :prompt_length]
+    return draw_token_ids(1, max(8, prompt_length // 4), seed=seed).repeat(1, 5)[:, :prompt_length]
 
 
 def count_changed_answers(num_prompts, **config_fields):
@@ -327,8 +335,8 @@ def count_changed_answers(num_prompts, **config_fields):
 
     Drafts are made by prompt lookup, and by an assistant model.
     """
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, **config_fields))
-    assistant_model = tiny_model(num_hidden_layers=1)
+    model = cab_hf.apply_cab(make_tiny_model(), replace(SPARSE_CONFIG, **config_fields))
+    assistant_model = make_tiny_model(num_hidden_layers=1)
     num_changed_answers = 0
     for seed in range(num_prompts):
         ids = make_repeated_prompt(150 + 7 * seed % 400, seed)
@@ -371,7 +379,7 @@ def test_drafts_do_not_change_tokens(num_prompts, config_fields):
     ],
 )
 def test_answer_is_dense_in_every_call_pattern(generate_options):
-    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG), tokens(1, 200)
+    model, ids = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG), draw_token_ids(1, 200)
     expected = generate_logits(model, ids, 4, **{"num_beams": generate_options.get("num_beams", 1)})
     actual = generate_logits(model, ids, 4, **{**generate_options, "disable_compile": True})
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -404,11 +412,11 @@ def make_callback_options(callback_kind, callback):
 
 # by name: function that calls a model, from a callback inside `generate`
 NESTED_CALL_FUNCTIONS = {
-    "text": lambda model: compute_prefill_logits(model, [tokens(1, 200, seed=5)]),
+    "text": lambda model: compute_prefill_logits(model, [draw_token_ids(1, 200, seed=5)]),
     # this call has the same number of rows and tokens as the prompt of `generate`
-    "alike": lambda model: compute_prefill_logits(model, [tokens(1, 300, seed=5)]),
-    "padded": lambda model: compute_padded_logits(model, tokens(2, 420, seed=6)),
-    "generate": lambda model: generate_logits(model, tokens(1, 260, seed=7)),
+    "alike": lambda model: compute_prefill_logits(model, [draw_token_ids(1, 300, seed=5)]),
+    "padded": lambda model: compute_padded_logits(model, draw_token_ids(2, 420, seed=6)),
+    "generate": lambda model: generate_logits(model, draw_token_ids(1, 260, seed=7)),
 }
 
 
@@ -438,9 +446,9 @@ def test_nested_model_call_inside_generate_has_no_prompt_end(
     callback_kind, called_model, generate_options
 ):
     model = cab_hf.apply_cab(
-        tiny_model(num_hidden_layers=2), replace(SPARSE_CONFIG, min_length=210)
+        make_tiny_model(num_hidden_layers=2), replace(SPARSE_CONFIG, min_length=210)
     )
-    ids = tokens(1, 300)
+    ids = draw_token_ids(1, 300)
     is_same_model = called_model == "same"
     nested_model = model if is_same_model else cab_hf.apply_cab(copy.deepcopy(model))
     expected_nested = {
@@ -469,18 +477,21 @@ def test_nested_model_call_inside_generate_has_no_prompt_end(
 
 
 def test_nested_model_call_inside_forward_has_no_prompt_end():
-    model, nested_model = (cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG) for _ in range(2))
+    model, nested_model = (cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG) for _ in range(2))
     expected, nested_logits = NESTED_CALL_FUNCTIONS["text"](nested_model), []
-    handle = model.model.layers[0].register_forward_hook(
+    hook_handle = model.model.layers[0].register_forward_hook(
         lambda *_: nested_logits.append(NESTED_CALL_FUNCTIONS["text"](nested_model))
     )
-    generate_logits(model, tokens(1, 300))
-    handle.remove()
+    generate_logits(model, draw_token_ids(1, 300))
+    hook_handle.remove()
     torch.testing.assert_close(nested_logits[0], expected)
 
 
 def test_repeated_generate_does_not_recompile():
-    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SPARSE_CONFIG), tokens(1, 100)
+    model, ids = (
+        cab_hf.apply_cab(make_tiny_model(num_hidden_layers=1), SPARSE_CONFIG),
+        draw_token_ids(1, 100),
+    )
     graphs = []
 
     def record_graph(graph, _):
@@ -515,9 +526,9 @@ def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, generate_options):
         "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
     }
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model(), config_functions[prompt_kind]()).eval()
+    model = peft.get_peft_model(make_tiny_model(), config_functions[prompt_kind]()).eval()
     # row 0 has 220 tokens, so that it reaches min_length=250 only with 40 virtual tokens
-    ids, mask = tokens(2, 300), torch.ones(2, 300).long()
+    ids, mask = draw_token_ids(2, 300), torch.ones(2, 300).long()
     ids[0, :80], mask[0, :80] = 0, 0
 
     def generate_and_prefill_logits():
@@ -539,8 +550,11 @@ def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, generate_options):
 
 
 def test_guidance_has_a_separate_prompt_end():
-    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG), tokens(1, 200)
-    guidance_options = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
+    model, ids = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG), draw_token_ids(1, 200)
+    guidance_options = {
+        "guidance_scale": 2.0,
+        "negative_prompt_ids": draw_token_ids(1, 150, seed=3),
+    }
     conditional_logits, unconditional_logits = (
         compute_prefill_logits(model, [prompt_ids])[:, -1].log_softmax(-1)
         for prompt_ids in (ids, guidance_options["negative_prompt_ids"])
@@ -559,15 +573,17 @@ def test_guidance_has_a_separate_prompt_end():
 
 def test_question_after_document_is_the_prompt_end():
     # a question of one token is part of the prompt: its dense tail, and not a decode step
-    document, question = tokens(1, DOCUMENT_TOKENS), tokens(1, 1, seed=2)
+    document, question = draw_token_ids(1, DOCUMENT_TOKENS), draw_token_ids(1, 1, seed=2)
     decode_fields = {"sparse_decode": True, "decode_tokens": 0.05}
 
     def generate_answer_logits(model, cache):
         append_tokens(model, document, cache)
         return generate_logits(model, torch.cat([document, question], 1), past_key_values=cache)
 
-    sparse_decode_model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, **decode_fields))
-    dense_decode_model = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
+    sparse_decode_model = cab_hf.apply_cab(
+        make_tiny_model(), replace(SPARSE_CONFIG, **decode_fields)
+    )
+    dense_decode_model = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
     actual = generate_answer_logits(sparse_decode_model, cab_hf.index_cache(sparse_decode_model))
     expected = generate_answer_logits(dense_decode_model, make_cache(dense_decode_model, "dynamic"))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+from tiny import draw_token_ids, make_tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
@@ -235,7 +235,7 @@ def test_update_returns_keys_with_the_index(layer_kind):
 
 def test_dense_layer_has_no_index():
     model = cab_hf.apply_cab(
-        tiny_model("qwen3-some-sliding", num_hidden_layers=4, max_window_layers=2),
+        make_tiny_model("qwen3-some-sliding", num_hidden_layers=4, max_window_layers=2),
         min_length=0,
         dense_layers=(1,),
         sparse_decode=True,
@@ -252,8 +252,8 @@ def test_dense_layer_has_no_index():
 
 @torch.no_grad()
 def test_cache_with_lazy_layers_is_indexed():
-    model = cab_hf.apply_cab(tiny_model(), min_length=0, sparse_decode=True)
+    model = cab_hf.apply_cab(make_tiny_model(), min_length=0, sparse_decode=True)
     indexed_cache = cab_hf.index_cache(model, DynamicCache())
-    model(tokens(1, 30), past_key_values=indexed_cache)
+    model(draw_token_ids(1, 30), past_key_values=indexed_cache)
     assert len(indexed_cache.layers) == 3
     assert all(map(index_equals_rebuilt_index, indexed_cache.layers))

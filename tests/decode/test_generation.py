@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 from marks import mark_slow_except, skip_before_transformers
-from tiny import tiny_model, tokens
+from tiny import draw_token_ids, make_tiny_model
 from tiny_types import list_causal_types
-from tiny_types import tiny_model as make_model_of_type
+from tiny_types import make_tiny_model as make_model_of_type
 from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
@@ -107,7 +107,7 @@ def make_cases_reading_all_keys():
 
     def make_case(
         case_name,
-        make_model=tiny_model,
+        make_model=make_tiny_model,
         *,
         generate_options=None,
         config_fields=None,
@@ -143,7 +143,7 @@ def make_cases_reading_all_keys():
         )
     for cache_kind, generate_options in {"dynamic": {}, "static": STATIC_CACHE_OPTIONS}.items():
         for case_name, model_fields in MODEL_FIELDS.items():
-            make_model = partial(tiny_model, **model_fields)
+            make_model = partial(make_tiny_model, **model_fields)
             yield make_case(
                 f"{case_name}-{cache_kind}",
                 make_model,
@@ -179,8 +179,8 @@ def make_cases_reading_all_keys():
                     is_slow=is_slow,
                 )
     for family in ("qwen3", "mistral", "mixtral", "smollm3"):
-        yield make_case(family, partial(tiny_model, family), is_slow=family != "qwen3")
-    make_model = partial(tiny_model, "qwen3-some-sliding")
+        yield make_case(family, partial(make_tiny_model, family), is_slow=family != "qwen3")
+    make_model = partial(make_tiny_model, "qwen3-some-sliding")
     yield make_case("sliding-window-layers-stay-dense", make_model, layer_indices=(0,))
 
 
@@ -197,7 +197,7 @@ def test_reading_all_keys_generates_dense_tokens(
     sparse_step_layers,
 ):
     """``layer_indices`` are those of layers with sparse decode steps; None skips this check."""
-    model, ids = make_model(), tokens(2, 130)
+    model, ids = make_model(), draw_token_ids(2, 130)
     if num_padding_tokens:
         mask = torch.ones_like(ids)
         mask[0, :num_padding_tokens] = 0
@@ -220,8 +220,10 @@ MIXED_LENGTH_FIELDS = [
 @pytest.mark.parametrize("config_fields", MIXED_LENGTH_FIELDS)
 def test_padded_row_equals_single_row(config_fields, options_name, monkeypatch):
     monkeypatch.setattr("cab_hf.decode.step.min_sparse_tokens", min_sparse_tokens)
-    model = cab_hf.apply_cab(tiny_model(), sparse_decode=True, mass_threshold=0.0, **config_fields)
-    short_prompt, long_prompt = tokens(1, 300), tokens(1, 700, seed=2)
+    model = cab_hf.apply_cab(
+        make_tiny_model(), sparse_decode=True, mass_threshold=0.0, **config_fields
+    )
+    short_prompt, long_prompt = draw_token_ids(1, 300), draw_token_ids(1, 700, seed=2)
     ids = torch.cat([F.pad(short_prompt, (400, 0)), long_prompt])
     generate_options = {"output_logits": True, "return_dict_in_generate": True, "min_new_tokens": 5}
     generate_options |= {"disable_compile": True, **GENERATE_OPTIONS[options_name]}
@@ -240,7 +242,10 @@ def test_padded_row_equals_single_row(config_fields, options_name, monkeypatch):
 @pytest.mark.parametrize("length", [130, 98])
 def test_recreated_cache_is_indexed_again(length, sparse_step_layers):
     # Phi-3 drops its cache when the sequence exceeds original_max_position_embeddings
-    model, ids = make_model_of_type("phi3", original_max_position_embeddings=100), tokens(1, length)
+    model, ids = (
+        make_model_of_type("phi3", original_max_position_embeddings=100),
+        draw_token_ids(1, length),
+    )
     generate_options = NO_EOS_OPTIONS | {"max_new_tokens": 8}
     expected = generate(model, ids, **generate_options)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_ALL_KEYS_FIELDS)
@@ -264,14 +269,14 @@ def test_describe_reports_sparse_decode_support(model_type, sparse_step_layers):
             make_model_of_type(model_type), DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS
         )
         description = re.search(r"decode: (\w+)", cab_hf.describe(model))
-        generate(model, tokens(1, 200), **NO_EOS_OPTIONS)
+        generate(model, draw_token_ids(1, 200), **NO_EOS_OPTIONS)
     except Exception as error:  # noqa: BLE001 - some types also fail without cab_hf
         pytest.skip(str(error)[:80])
     assert description[1] == ("sparse" if sparse_step_layers else "dense")
 
 
 def test_keys_changed_before_attention_warn_and_are_dense(monkeypatch, sparse_step_layers):
-    model, ids = tiny_model(), tokens(1, 130)
+    model, ids = make_tiny_model(), draw_token_ids(1, 130)
     expected = generate(model, ids)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     attend = AttentionInterface()["cab"]
@@ -290,11 +295,11 @@ def test_keys_changed_before_attention_warn_and_are_dense(monkeypatch, sparse_st
 
 @pytest.mark.parametrize("draft_source", ["assistant", "prompt-lookup"])
 def test_assisted_decoding_crops_index_and_generates_dense_tokens(draft_source):
-    model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
+    model, ids = make_tiny_model(), draw_token_ids(1, 40).repeat(1, 3)
     generate_options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
     if draft_source == "assistant":
         # the draft model has other weights, so that some drafted tokens are rejected
-        assistant = tiny_model(num_hidden_layers=1)
+        assistant = make_tiny_model(num_hidden_layers=1)
         generate_options = {"assistant_model": assistant, "max_new_tokens": 20}
     expected = generate(model, ids, **generate_options)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_ALL_KEYS_FIELDS)
@@ -306,8 +311,8 @@ def test_assisted_decoding_crops_index_and_generates_dense_tokens(draft_source):
 @torch.no_grad()
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 def test_copies_of_prefilled_cache_generate_dense_tokens(cache_kind, sparse_step_layers):
-    model, prompt = tiny_model(), tokens(1, 130)
-    questions = [torch.cat([prompt, tokens(1, 5, seed)], dim=1) for seed in (7, 8)]
+    model, prompt = make_tiny_model(), draw_token_ids(1, 130)
+    questions = [torch.cat([prompt, draw_token_ids(1, 5, seed)], dim=1) for seed in (7, 8)]
     expected = [generate(model, ids) for ids in questions]
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_ALL_KEYS_FIELDS)
     cache = cab_hf.index_cache(model, make_plain_cache(model, cache_kind, 150))
@@ -320,7 +325,7 @@ def test_copies_of_prefilled_cache_generate_dense_tokens(cache_kind, sparse_step
 @torch.no_grad()
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 def test_filled_cache_gets_index_of_its_keys(cache_kind, sparse_step_layers):
-    model, ids = tiny_model(head_dim=64), tokens(1, 135)
+    model, ids = make_tiny_model(head_dim=64), draw_token_ids(1, 135)
     expected = generate(model, ids)
     cache = make_plain_cache(model, cache_kind, 150)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_ALL_KEYS_FIELDS)
@@ -333,7 +338,7 @@ def test_filled_cache_gets_index_of_its_keys(cache_kind, sparse_step_layers):
 @torch.no_grad()
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 def test_reset_cache_equals_new_cache(cache_kind):
-    model, ids = tiny_model(), tokens(1, 130)
+    model, ids = make_tiny_model(), draw_token_ids(1, 130)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     cache = cab_hf.index_cache(model, make_plain_cache(model, cache_kind, 200))
     expected = generate(model, ids, past_key_values=cache)
@@ -343,7 +348,7 @@ def test_reset_cache_equals_new_cache(cache_kind):
 
 
 def test_user_cache_without_index_is_dense(sparse_step_layers):
-    model, ids = tiny_model(), tokens(1, 300)
+    model, ids = make_tiny_model(), draw_token_ids(1, 300)
     expected = generate(model, ids)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     cache = DynamicCache(config=model.config)
@@ -357,7 +362,7 @@ def test_user_cache_without_index_is_dense(sparse_step_layers):
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 def test_dense_decode_creates_plain_caches(is_static, sparse_step_layers):
-    model, ids = tiny_model(), tokens(1, 130)
+    model, ids = make_tiny_model(), draw_token_ids(1, 130)
     generate_options = STATIC_CACHE_OPTIONS if is_static else {}
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_ALL_KEYS_FIELDS)
     expected = generate(model, ids, **generate_options)
@@ -373,8 +378,8 @@ def test_dense_decode_creates_plain_caches(is_static, sparse_step_layers):
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 @pytest.mark.parametrize("num_tokens", [70, pytest.param(2000, marks=pytest.mark.slow)])
 def test_index_after_generate_equals_rebuilt_index(cache_kind, num_tokens, sparse_step_layers):
-    model = tiny_model(num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
-    ids = tokens(1, 140)
+    model = make_tiny_model(num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
+    ids = draw_token_ids(1, 140)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     generate_options = (STATIC_CACHE_OPTIONS if cache_kind == "static" else {}) | {
         "max_new_tokens": num_tokens,
@@ -396,7 +401,7 @@ def make_recording_backend(graphs, backend_name):
 
 
 def test_generate_compiles_a_static_cache():
-    model, ids = tiny_model(head_dim=64), tokens(2, 260)
+    model, ids = make_tiny_model(head_dim=64), draw_token_ids(2, 260)
     generate_options = STATIC_CACHE_OPTIONS | {
         "output_logits": True,
         "return_dict_in_generate": True,
@@ -420,7 +425,7 @@ def test_generate_compiles_a_static_cache():
 @pytest.mark.parametrize("backend_name", mark_slow_except(["eager", "aot_eager"], 1))
 @pytest.mark.parametrize("config_fields", [{}, {"predictor": "cascade", "anchors": (0,)}])
 def test_compiled_step_is_one_graph_and_equals_eager_step(backend_name, config_fields):
-    model, ids = tiny_model(head_dim=64), tokens(2, 304)
+    model, ids = make_tiny_model(head_dim=64), draw_token_ids(2, 304)
     dense_logits = model(ids).logits[:, 300:]
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS, **config_fields)
 
@@ -430,7 +435,7 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(backend_name, config_f
         logits = [forward(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 304)]
         return torch.cat(logits, dim=1), cache.layers[0].index
 
-    expected, index = run_steps(model)
+    expected, key_index = run_steps(model)
     torch._dynamo.reset()
     graphs = []
     compiled_model = torch.compile(
@@ -439,13 +444,13 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(backend_name, config_f
     actual, compiled_index = run_steps(compiled_model)
     assert len(graphs) == 1
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(compiled_index, index)
+    torch.testing.assert_close(compiled_index, key_index)
     assert not torch.allclose(expected, dense_logits, atol=1e-2)
 
 
 @torch.no_grad()
 def test_sparse_steps_differ_from_dense_and_match_static_cache():
-    model, ids = tiny_model(head_dim=64), tokens(2, 301)
+    model, ids = make_tiny_model(head_dim=64), draw_token_ids(2, 301)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
 
     def run_sparse_step(cache):
@@ -464,7 +469,7 @@ def test_sparse_steps_differ_from_dense_and_match_static_cache():
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 @pytest.mark.parametrize("nonfinite_value", [float("nan"), float("inf")])
 def test_nan_row_does_not_change_other_rows(cache_kind, nonfinite_value, sparse_step_layers):
-    model, ids = tiny_model(), tokens(2, 300)
+    model, ids = make_tiny_model(), draw_token_ids(2, 300)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     logits_of_runs = []
     for factor in (1.0, nonfinite_value):
@@ -486,7 +491,7 @@ def test_nan_row_does_not_change_other_rows(cache_kind, nonfinite_value, sparse_
 def test_autocast_dynamic_cache_equals_static_cache(dtype, sparse_step_layers, monkeypatch):
     # with 2 spare slots, the buffers of the dynamic cache also grow during decode steps
     monkeypatch.setattr(cache_layers, "BUFFER_GROWTH_TOKENS", 2)
-    model, ids = tiny_model(), tokens(2, 300)
+    model, ids = make_tiny_model(), draw_token_ids(2, 300)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     generate_options = {
         "output_logits": True,
@@ -505,7 +510,7 @@ def test_autocast_dynamic_cache_equals_static_cache(dtype, sparse_step_layers, m
 
 @torch.no_grad()
 def test_unused_static_cache_slots_do_not_change_logits():
-    model, ids = tiny_model(head_dim=64), tokens(2, 301)
+    model, ids = make_tiny_model(head_dim=64), draw_token_ids(2, 301)
     cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **READ_128_KEYS_FIELDS)
     logits_of_runs = []
     for value_of_unused_slots in (0.0, 50.0):
@@ -535,7 +540,7 @@ def test_unused_static_cache_slots_do_not_change_logits():
     ],
 )
 def test_index_cache_with_unsupported_cache_raises(config_fields, make_cache, error_pattern):
-    model = tiny_model()
+    model = make_tiny_model()
     if config_fields is not None:
         cab_hf.apply_cab(model, DENSE_PREFILL_CONFIG, **config_fields)
     with pytest.raises(ValueError, match=error_pattern):

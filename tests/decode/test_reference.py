@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny import qkv
+from tiny import draw_qkv
 from torch.nn import functional as F
 
 from cab_hf.ops.decode import attend, choose, index_keys, reference
@@ -76,7 +76,7 @@ def require_largest_shares_selected(attention_shares, is_selected):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (8, 2)])
 @pytest.mark.parametrize("num_keys", [128, 200])
 def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, num_keys):
-    q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
+    q, k, _ = draw_qkv(2, heads, kv_heads, q_length=1, kv_length=500)
     is_selected = select_key_mask(q, k, 450, num_keys)
     assert not is_selected[..., 450:].any()
     assert is_selected[..., :SINK_TOKENS].all() and is_selected[..., 450 - LOCAL_TOKENS : 450].all()
@@ -90,13 +90,13 @@ def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, num_keys)
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 4, 10, 11, 12)])
 def test_index_rounds_keys_within_half_a_quantisation_step(channels):
-    _, k, _ = qkv(2, q_length=1, kv_length=50)
+    _, k, _ = draw_qkv(2, q_length=1, kv_length=50)
     k[0, 0, 0] = 0
-    index = index_keys(k, channels)
+    key_index = index_keys(k, channels)
     scored_k = select_scored_channels(k, channels)
-    assert index.codes.shape == (*k.shape[:3], scored_k.shape[-1] // 2)
-    codes = torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
-    decoded_k = codes * index.scales.float().unsqueeze(-1)
+    assert key_index.codes.shape == (*k.shape[:3], scored_k.shape[-1] // 2)
+    codes = torch.cat((key_index.codes & 15, key_index.codes >> 4), -1).float() - 8
+    decoded_k = codes * key_index.scales.float().unsqueeze(-1)
     quantisation_step = scored_k.abs().amax(-1, keepdim=True) / 7
     # rounding error: half a quantisation step, and the error of the scale in float16 (11 bits)
     assert ((decoded_k - scored_k).abs() <= quantisation_step * 0.505).all()
@@ -105,8 +105,8 @@ def test_index_rounds_keys_within_half_a_quantisation_step(channels):
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
-    q, k, v = qkv(2, q_length=1, kv_length=500)
-    choice = choose_keys(q, k, 450, 150, channels=channels).for_layer(q.device)
+    q, k, v = draw_qkv(2, q_length=1, kv_length=500)
+    choice = choose_keys(q, k, 450, 150, channels=channels).map_to_layer(q.device)
     mask = choice.to_mask().repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
     actual = attend(q, k, v, choice, scale=SCALE, length=torch.tensor([450]))
@@ -114,7 +114,7 @@ def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
 
 
 def test_unread_keys_contribute_as_one_key_with_mean_value():
-    q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
+    q, k, v = draw_qkv(2, 6, 2, q_length=1, kv_length=500)
     length = torch.tensor([450])
     choice = choose_keys(q, k, 450, 150)
     is_unread = ~choice.to_mask()[:, :, :450].repeat_interleave(3, dim=1)
@@ -139,12 +139,12 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     dense_out = F.scaled_dot_product_attention(
         q, k[:, :, :450], v[:, :, :450], scale=SCALE, enable_gqa=True
     )
-    out_without_unread = attend(q, k, v, choice.for_layer(q.device), scale=SCALE, length=length)
+    out_without_unread = attend(q, k, v, choice.map_to_layer(q.device), scale=SCALE, length=length)
     assert (actual - dense_out).norm() < 0.8 * (out_without_unread - dense_out).norm()
 
 
 def test_scores_use_index_channels_only():
-    q, k, _ = qkv(q_length=1, kv_length=500)
+    q, k, _ = draw_qkv(q_length=1, kv_length=500)
     changed_k = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
     channels = tuple(range(8))
     expected = select_key_mask(q, k, 500, 128, channels=channels)
@@ -152,7 +152,7 @@ def test_scores_use_index_channels_only():
 
 
 def test_padding_is_not_selected_and_sinks_follow_it():
-    q, k, _ = qkv(q_length=1, kv_length=500)
+    q, k, _ = draw_qkv(q_length=1, kv_length=500)
     padding_mask = torch.ones(1, 500, dtype=torch.bool)
     padding_mask[:, :100] = False
     is_selected = select_key_mask(q, k, 500, 128, padding_mask=padding_mask)
@@ -162,7 +162,7 @@ def test_padding_is_not_selected_and_sinks_follow_it():
 
 
 def test_keys_with_equal_shares_are_selected_together():
-    q, k, _ = qkv(q_length=1, kv_length=500)
+    q, k, _ = draw_qkv(q_length=1, kv_length=500)
     k[:, :, 100:150] = k[:, :, 100:101]
     num_selected = select_key_mask(q, k, 500, 140)[..., 100:150].sum(-1)
     assert ((num_selected == 0) | (num_selected == 50)).all()
@@ -170,7 +170,7 @@ def test_keys_with_equal_shares_are_selected_together():
 
 @pytest.mark.parametrize("num_keys", [300, 450, 1000])
 def test_sequence_within_budget_is_read_completely(num_keys):
-    q, k, v = qkv(q_length=1, kv_length=500)
+    q, k, v = draw_qkv(q_length=1, kv_length=500)
     choice = choose_keys(q, k, 300, num_keys)
     is_selected = choice.to_mask()
     assert is_selected[..., :300].all() and not is_selected[..., 300:].any()
@@ -183,7 +183,7 @@ def test_sequence_within_budget_is_read_completely(num_keys):
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_long_cache_threshold_comes_from_a_sample(kv_heads):
-    q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
+    q, k, _ = draw_qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
     assert (
         reference.compute_sample_stride(40_000) == 8 and reference.compute_sample_stride(8192) == 1
     )

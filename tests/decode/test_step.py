@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import qkv, tiny_model
+from tiny import draw_qkv, make_tiny_model
 
 import cab_hf
 from cab_hf import CabConfig
@@ -26,7 +26,7 @@ SCALE = 0.25
 def run_decode_step(mask, config, layer_index, qkv):
     """Return the attention output of one sparse decode step of layer ``layer_index``."""
     q, k, v = qkv
-    call = Call(
+    attention_call = Call(
         q=q,
         k=k,
         v=v,
@@ -34,11 +34,11 @@ def run_decode_step(mask, config, layer_index, qkv):
         layer=SimpleNamespace(layer_idx=layer_index),
         config=config,
         is_sparse=True,
-        workload=Workload.of(q, k, v, block_sizes(config)),
+        workload=Workload.from_tensors(q, k, v, block_sizes(config)),
         mask=mask,
         key_index=KeyIndex(decode.index_keys(k, ()), ()),
     )
-    return sparse_decode(call)
+    return sparse_decode(attention_call)
 
 
 def make_mask_of_last_token():
@@ -63,9 +63,9 @@ def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, anchor_heads)
         **READ_128_KEYS_FIELDS,
     )
     mask = make_mask_of_last_token()
-    run_decode_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
-    q, k, v = qkv(q_length=1, kv_length=KV_LENGTH, seed=1)
-    choice = mask.state.shared_state[SHARED_CHOICE_KEY].choice.for_layer(
+    run_decode_step(mask, config, 0, draw_qkv(q_length=1, kv_length=KV_LENGTH))
+    q, k, v = draw_qkv(q_length=1, kv_length=KV_LENGTH, seed=1)
+    choice = mask.forward_state.shared_state[SHARED_CHOICE_KEY].choice.map_to_layer(
         q.device, tuple(anchor_heads)
     )
     actual = run_decode_step(mask, config, 1, (q, k, v))
@@ -76,9 +76,9 @@ def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, anchor_heads)
 def test_anchor_with_other_head_count_raises():
     config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **READ_128_KEYS_FIELDS)
     mask = make_mask_of_last_token()
-    run_decode_step(mask, config, 0, qkv(q_length=1, kv_length=KV_LENGTH))
+    run_decode_step(mask, config, 0, draw_qkv(q_length=1, kv_length=KV_LENGTH))
     with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
-        run_decode_step(mask, config, 1, qkv(q_length=1, kv_length=KV_LENGTH, kv_heads=3))
+        run_decode_step(mask, config, 1, draw_qkv(q_length=1, kv_length=KV_LENGTH, kv_heads=3))
 
 
 @pytest.mark.parametrize(
@@ -104,23 +104,23 @@ def test_kv_head_follows_majority_of_its_query_heads(head_map_row, kv_heads, exp
 )
 def test_budget_is_computed_once_per_forward_pass(decode_tokens, q_offset, num_keys):
     mask = MaskInfo(batch=1, q_length=1, kv_length=None, q_offset=q_offset)
-    budget = mask.decode_budget(decode_tokens, 0, torch.device("cpu"))
-    assert [(x.tolist(), x.dtype) for x in budget] == [
+    length_and_num_keys = mask.decode_budget(decode_tokens, 0, torch.device("cpu"))
+    assert [(x.tolist(), x.dtype) for x in length_and_num_keys] == [
         ([int(q_offset) + 1], torch.int64),
         ([num_keys], torch.int32),
     ]
-    assert mask.decode_budget(decode_tokens, 0, torch.device("cpu")) is budget
+    assert mask.decode_budget(decode_tokens, 0, torch.device("cpu")) is length_and_num_keys
 
 
 @pytest.mark.parametrize(
-    ("decode_tokens", "num_keys"),
+    ("decode_tokens", "expected_num_keys"),
     [
         pytest.param(128, [2**31 - 1, 128], id="number"),
         pytest.param(0.25, [2**31 - 1, 125], id="share-of-the-row"),
     ],
 )
 @pytest.mark.parametrize("num_slots", [600, 900], ids=["growing", "static"])
-def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, num_slots):
+def test_budget_depends_on_tokens_of_the_row(decode_tokens, expected_num_keys, num_slots):
     # in a static cache, the mask may be True for the unwritten slots after the sequence
     padding_mask = torch.ones(2, num_slots, dtype=torch.bool)
     padding_mask[0, :201], padding_mask[1, :100] = False, False
@@ -131,8 +131,8 @@ def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, num_slots)
         q_offset=torch.tensor(599),
         padding_mask=padding_mask,
     )
-    length, budget = mask.decode_budget(decode_tokens, 400, torch.device("cpu"))
-    assert (length.tolist(), budget.tolist()) == ([600], num_keys)
+    length, num_keys_to_read = mask.decode_budget(decode_tokens, 400, torch.device("cpu"))
+    assert (length.tolist(), num_keys_to_read.tolist()) == ([600], expected_num_keys)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,5 @@ def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, num_slots)
     ],
 )
 def test_describe_reports_keys_read_per_step(config_fields, expected_text):
-    model = cab_hf.apply_cab(tiny_model(head_dim=64), **{"min_length": 0, **config_fields})
+    model = cab_hf.apply_cab(make_tiny_model(head_dim=64), **{"min_length": 0, **config_fields})
     assert expected_text in cab_hf.describe(model).splitlines()[-2]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from shards import BLOCK_TOKENS, CUMULATIVE_LENGTHS, join_shards, make_sharding, take_shard
-from tiny import qkv
+from tiny import draw_qkv
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -19,11 +19,18 @@ SCHEMES = {
 }
 
 
-def make_full_sequence(sharding, group_size, num_kv_heads, head_dim=16):
+def make_full_sequence(sharding, query_heads_per_kv_head, num_kv_heads, head_dim=16):
     """Return q, k, v and the output gradient of the whole sequence, without padding."""
-    q, k, v = qkv(2, num_kv_heads * group_size, num_kv_heads, sharding.num_tokens, dim=head_dim)
-    grad = qkv(
-        2, num_kv_heads * group_size, num_kv_heads, sharding.num_tokens, dim=head_dim, seed=9
+    q, k, v = draw_qkv(
+        2, num_kv_heads * query_heads_per_kv_head, num_kv_heads, sharding.num_tokens, dim=head_dim
+    )
+    grad = draw_qkv(
+        2,
+        num_kv_heads * query_heads_per_kv_head,
+        num_kv_heads,
+        sharding.num_tokens,
+        dim=head_dim,
+        seed=9,
     )[0]
     return q, k, v, grad
 
@@ -31,7 +38,8 @@ def make_full_sequence(sharding, group_size, num_kv_heads, head_dim=16):
 def compute_attention_of_rank(process_group, scheme_name, cu_seqlens, head_counts, scheme_settings):
     """Return the shards of this rank by name: "out", "lse", "dq", "dk" and "dv".
 
-    ``head_counts`` has the arguments ``group_size`` and ``num_kv_heads`` of `make_full_sequence`.
+    ``head_counts`` has the arguments ``query_heads_per_kv_head`` and ``num_kv_heads`` of
+    `make_full_sequence`.
     """
     sharding, rank = make_sharding(process_group.size(), cu_seqlens), process_group.rank()
     q, k, v, grad = (
@@ -59,9 +67,9 @@ def compute_attention_of_rank(process_group, scheme_name, cu_seqlens, head_count
     return {tensor_name: tensor.detach() for tensor_name, tensor in tensor_by_name.items()}
 
 
-def compute_attention_in_one_process(sharding, group_size, num_kv_heads, causal=True):
+def compute_attention_in_one_process(sharding, query_heads_per_kv_head, num_kv_heads, causal=True):
     """Return "out", "lse", "dq", "dk" and "dv" of masked attention over the whole sequence."""
-    q, k, v, grad = make_full_sequence(sharding, group_size, num_kv_heads)
+    q, k, v, grad = make_full_sequence(sharding, query_heads_per_kv_head, num_kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     doc_ids = torch.arange(len(sharding.document_lengths)).repeat_interleave(
         torch.tensor(sharding.document_lengths)
@@ -69,7 +77,9 @@ def compute_attention_in_one_process(sharding, group_size, num_kv_heads, causal=
     mask = doc_ids[:, None] == doc_ids
     if causal:
         mask = mask.tril()
-    repeated_keys, repeated_values = (x.repeat_interleave(group_size, dim=1) for x in leaves[1:])
+    repeated_keys, repeated_values = (
+        x.repeat_interleave(query_heads_per_kv_head, dim=1) for x in leaves[1:]
+    )
     logits = (leaves[0] @ repeated_keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
     out = logits.softmax(-1) @ repeated_values
     gradients = torch.autograd.grad(out, leaves, grad)
@@ -108,18 +118,24 @@ SHARDING_CASES = {
 
 @pytest.mark.parametrize("cu_seqlens_name", CUMULATIVE_LENGTHS)
 @pytest.mark.parametrize(
-    ("world_size", "scheme_name", "num_kv_heads", "group_size", "scheme_settings"),
+    ("world_size", "scheme_name", "num_kv_heads", "query_heads_per_kv_head", "scheme_settings"),
     SHARDING_CASES.values(),
     ids=SHARDING_CASES,
 )
 def test_every_sharding_equals_single_process(
-    ranks, world_size, scheme_name, num_kv_heads, group_size, scheme_settings, cu_seqlens_name
+    ranks,
+    world_size,
+    scheme_name,
+    num_kv_heads,
+    query_heads_per_kv_head,
+    scheme_settings,
+    cu_seqlens_name,
 ):
     cu_seqlens, sharding = (
         CUMULATIVE_LENGTHS[cu_seqlens_name],
         make_sharding(world_size, CUMULATIVE_LENGTHS[cu_seqlens_name]),
     )
-    head_counts = {"group_size": group_size, "num_kv_heads": num_kv_heads}
+    head_counts = {"query_heads_per_kv_head": query_heads_per_kv_head, "num_kv_heads": num_kv_heads}
     actual = ranks.run(
         world_size, compute_attention_of_rank, scheme_name, cu_seqlens, head_counts, scheme_settings
     )
@@ -172,11 +188,14 @@ AUTOGRAD_MODES = {
 }
 
 
-def compute_gradients_of_rank(process_group, autograd_mode, group_size, scheme_settings):
+def compute_gradients_of_rank(
+    process_group, autograd_mode, query_heads_per_kv_head, scheme_settings
+):
     """Return a list of dq, dk and dv by name: one dict for each backward pass."""
     sharding, rank = make_sharding(process_group.size(), None), process_group.rank()
     q, k, v, grad = (
-        take_shard(x, sharding, rank) for x in make_full_sequence(sharding, group_size, 3)
+        take_shard(x, sharding, rank)
+        for x in make_full_sequence(sharding, query_heads_per_kv_head, 3)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -205,18 +224,18 @@ def compute_gradients_of_rank(process_group, autograd_mode, group_size, scheme_s
 
 
 @pytest.mark.parametrize("autograd_mode", AUTOGRAD_MODES)
-@pytest.mark.parametrize("group_size", [1, 2], ids=["own-keys", "shared-keys"])
+@pytest.mark.parametrize("query_heads_per_kv_head", [1, 2], ids=["own-keys", "shared-keys"])
 @pytest.mark.parametrize(
     "scheme_settings", [{}, {"regather_kv": False}], ids=["regathered", "saved"]
 )
 def test_gradients_are_equal_under_checkpointing_and_offloading(
-    ranks, autograd_mode, group_size, scheme_settings
+    ranks, autograd_mode, query_heads_per_kv_head, scheme_settings
 ):
     gradients_of_rank_0, gradients_of_rank_1 = ranks.run(
-        2, compute_gradients_of_rank, autograd_mode, group_size, scheme_settings
+        2, compute_gradients_of_rank, autograd_mode, query_heads_per_kv_head, scheme_settings
     )
     sharding = make_sharding(2, None)
-    expected_tensors = compute_attention_in_one_process(sharding, group_size, 3)
+    expected_tensors = compute_attention_in_one_process(sharding, query_heads_per_kv_head, 3)
     expected_gradients = {
         gradient_name: expected_tensors[gradient_name] for gradient_name in ("dq", "dk", "dv")
     }

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from shards import BLOCK_TOKENS, CUMULATIVE_LENGTHS, make_layout, make_sharding, take_shard
-from tiny import qkv
+from tiny import draw_qkv
 from torch.nn import functional as F
 from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig, distributed
-from cab_hf.call.layout import full_plan
+from cab_hf.call.layout import make_plan_of_visible_blocks
 from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
@@ -89,7 +89,7 @@ register_predictor("halved-mass", HalvedMassPredictor)
 
 def make_full_sequence(sharding, head_dim=HEAD_DIM):
     """Return q, k and v of the whole sequence; q and k are doubled, so that masses differ."""
-    q, k, v = qkv(1, NUM_HEADS, NUM_KV_HEADS, sharding.num_tokens, dim=head_dim)
+    q, k, v = draw_qkv(1, NUM_HEADS, NUM_KV_HEADS, sharding.num_tokens, dim=head_dim)
     return 2 * q, 2 * k, v
 
 
@@ -112,7 +112,7 @@ def extract_rows_of_plan(plan):
     return (
         plan.to_dense(),
         plan.is_dense(),
-        plan.ranges.sequence_rows(plan.query_block),
+        plan.ranges.sequence_row_indices(plan.query_block),
     )
 
 
@@ -157,7 +157,7 @@ def test_rank_plans_are_rows_of_single_process_plan(ranks, config_name, cu_seqle
     )
 
 
-def count_gathered_elements(process_group, config, layer):
+def count_gathered_elements(process_group, config, layer_index):
     """Return a sorted list with the number of elements that each all-gather of selection sends."""
     sharding, rank = make_sharding(process_group.size(), None), process_group.rank()
     q, k, _ = (take_shard(x, sharding, rank) for x in make_full_sequence(sharding))
@@ -170,7 +170,7 @@ def count_gathered_elements(process_group, config, layer):
         with contextlib.suppress(ValueError):
             # layer 1 of a cascade raises ValueError, because its anchor layer 0 was not called
             distributed.predict(
-                q, k, group=process_group, config=config, layer=layer, block=BLOCK_TOKENS
+                q, k, group=process_group, config=config, layer=layer_index, block=BLOCK_TOKENS
             )
     return sorted(element_counts)
 
@@ -180,7 +180,7 @@ NUM_Q_ELEMENTS, NUM_K_ELEMENTS = 4 * 128 * 16, 2 * 128 * 16
 
 
 @pytest.mark.parametrize(
-    ("config_name", "layer", "element_counts"),
+    ("config_name", "layer_index", "element_counts"),
     [
         ("antidiagonal", 0, [NUM_K_ELEMENTS, NUM_Q_ELEMENTS]),
         ("own-of-cab", 0, [NUM_K_ELEMENTS]),
@@ -191,9 +191,10 @@ NUM_Q_ELEMENTS, NUM_K_ELEMENTS = 4 * 128 * 16, 2 * 128 * 16
         ("cascade", 1, []),
     ],
 )
-def test_ranks_gather_inputs_declared_by_predictor(ranks, config_name, layer, element_counts):
+def test_ranks_gather_inputs_declared_by_predictor(ranks, config_name, layer_index, element_counts):
     assert (
-        ranks.run(2, count_gathered_elements, CONFIGS[config_name], layer) == [element_counts] * 2
+        ranks.run(2, count_gathered_elements, CONFIGS[config_name], layer_index)
+        == [element_counts] * 2
     )
 
 
@@ -203,7 +204,7 @@ def predict_plan_by_slow_channels(process_group, config, cu_seqlens):
     shard_map = sharding.shard_map(max(config.query_block, config.key_block), q.device)
     layout = ShardedLayout(shard_map, process_group, shard_map.ranges(rank, 1))
     layer_context = LayerContext(layout.ranges, HEAD_DIM**-0.5, 0, channels=SLOW_CHANNELS)
-    return extract_rows_of_plan(layout.choose(make_predictor(config), q, k, layer_context))
+    return extract_rows_of_plan(layout.select_plan(make_predictor(config), q, k, layer_context))
 
 
 @pytest.mark.parametrize("cu_seqlens_name", CUMULATIVE_LENGTHS)
@@ -321,10 +322,10 @@ def predict_plan_with_earlier_ranges(process_group):
 
 
 def test_old_names_of_local_ranges_warn():
-    ranges = make_sharding(2, None).shard_map(BLOCK_TOKENS, "cpu").ranges(rank=0, batch=1)
-    plan = full_plan(ranges.sequence_ranges, BLOCK_TOKENS)
+    key_ranges = make_sharding(2, None).shard_map(BLOCK_TOKENS, "cpu").ranges(rank=0, batch=1)
+    plan = make_plan_of_visible_blocks(key_ranges.sequence_ranges, BLOCK_TOKENS)
     with pytest.warns(FutureWarning, match=r"Use ranges\.sequence_ranges"):
-        assert ranges.text is ranges.sequence_ranges
+        assert key_ranges.text is key_ranges.sequence_ranges
     with pytest.warns(FutureWarning, match=r"Use ranges\.local_plan"):
-        local_plan = ranges.own(plan)
-    assert torch.equal(local_plan.to_dense(), ranges.local_plan(plan).to_dense())
+        local_plan = key_ranges.own(plan)
+    assert torch.equal(local_plan.to_dense(), key_ranges.local_plan(plan).to_dense())

@@ -10,12 +10,12 @@ import pytest
 import torch
 from ranks import Failure
 from shards import BLOCK_TOKENS, make_model, make_sharding, take_shard
-from tiny import SPARSE_CONFIG, qkv, tokens
+from tiny import SPARSE_CONFIG, draw_qkv, draw_token_ids
 
 import cab_hf
 from cab_hf import distributed
 from cab_hf.call.hook import cab_mask
-from cab_hf.call.layout import full_plan
+from cab_hf.call.layout import make_plan_of_visible_blocks
 from cab_hf.distributed import sharding as sharding_module
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.engines import REFERENCE
@@ -31,14 +31,14 @@ def build_one_layer_model(implementation="cab"):
 def attend_with_changed_arguments(group, changed_arguments):
     """Run attention; rank 1 draws its inputs with other arguments than the other ranks.
 
-    ``changed_arguments`` are arguments of `qkv`, or ``cu_seqlens``.
+    ``changed_arguments`` are arguments of `draw_qkv`, or ``cu_seqlens``.
     """
     qkv_arguments = {"heads": 4, "kv_heads": 2, "q_length": 128, "dim": 16}
     qkv_arguments |= {"dtype": torch.float32, "batch": 1, "cu_seqlens": None}
     if group.rank() == 1:
         qkv_arguments |= changed_arguments
     cu_seqlens = qkv_arguments.pop("cu_seqlens")
-    q, k, v = qkv(**qkv_arguments)
+    q, k, v = draw_qkv(**qkv_arguments)
     return distributed.zigzag_attention(
         q, k, v, group=group, block=BLOCK_TOKENS, cu_seqlens=cu_seqlens
     )
@@ -79,7 +79,7 @@ def run_model_with_positions_of_ranks(group, position_owners):
     Args:
         position_owners: for each rank, the rank whose position ids it gets.
     """
-    batch = {"input_ids": tokens(1, 256)}
+    batch = {"input_ids": draw_token_ids(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK_TOKENS)
     sharding = sharding_module.get_sharding((256,), group.size(), BLOCK_TOKENS)
     inputs["position_ids"] = sharding.positions[position_owners[group.rank()]][None]
@@ -110,7 +110,7 @@ def run_model_with_other_settings(group):
     model = build_one_layer_model()
     if group.rank() == 1:
         model.config.cab_config = replace(SPARSE_CONFIG, mass_threshold=0.09).to_dict()
-    inputs = distributed.shard({"input_ids": tokens(1, 256)}, group, BLOCK_TOKENS)
+    inputs = distributed.shard({"input_ids": draw_token_ids(1, 256)}, group, BLOCK_TOKENS)
     with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK_TOKENS):
         return model(**inputs, use_cache=False)
 
@@ -122,7 +122,7 @@ def test_different_settings_raise_on_all_ranks(ranks):
 
 def run_model_with_another_batch(group, changed_input, token_index):
     """Run a model on each rank; ``changed_input`` of rank 1 differs at token ``token_index``."""
-    batch = {"input_ids": tokens(2, 256), "labels": tokens(2, 256)}
+    batch = {"input_ids": draw_token_ids(2, 256), "labels": draw_token_ids(2, 256)}
     if group.rank() == 1:
         batch[changed_input][1, token_index] = 1
     inputs = distributed.shard(batch, group, BLOCK_TOKENS)
@@ -158,7 +158,7 @@ def measure_attention_error(group, injected_fault):
             other rank), or None.
     """
     sharding, rank = make_sharding(group.size(), [0, 300]), group.rank()
-    q, k, v = qkv(1, 4, 2, sharding.num_tokens)
+    q, k, v = draw_qkv(1, 4, 2, sharding.num_tokens)
     shard_map = sharding_module._shard_map.__wrapped__(
         sharding, sharding.dense_block_size, torch.device("cpu")
     )
@@ -167,7 +167,7 @@ def measure_attention_error(group, injected_fault):
     if injected_fault == "positions":
         rank = 1 - rank
     layout = ShardedLayout(shard_map, group, shard_map.ranges(rank, 1))
-    plan = full_plan(layout.ranges, sharding.dense_block_size)
+    plan = make_plan_of_visible_blocks(layout.ranges, sharding.dense_block_size)
     q_shard, k_shard, v_shard = (take_shard(x, sharding, group.rank()) for x in (q, k, v))
     out = layout.attend(REFERENCE, q_shard, k_shard, v_shard, plan=plan, scale=0.25)
     exact_output = torch.nn.functional.scaled_dot_product_attention(
@@ -188,7 +188,7 @@ def attend_until_rank_dies(group, death_kind):
 
     Other ranks return (message of the error, seconds until the error).
     """
-    q, k, v = qkv(1, 4, 2, 128)
+    q, k, v = draw_qkv(1, 4, 2, 128)
     distributed.zigzag_attention(q, k, v, group=group, block=BLOCK_TOKENS)
     model = build_one_layer_model()
     start_time = time.monotonic()
@@ -227,7 +227,7 @@ def test_dead_rank_stops_other_ranks(start_ranks, death_kind, expected_cause):
 def run_model_with_unsupported_argument(group, unsupported_case):
     """Run a model with the unsupported argument or setting that ``unsupported_case`` names."""
     model = build_one_layer_model("sdpa" if unsupported_case == "implementation" else "cab")
-    batch = {"input_ids": tokens(1, 256)}
+    batch = {"input_ids": draw_token_ids(1, 256)}
     if unsupported_case == "padding":
         batch["attention_mask"] = torch.ones(1, 256).tril(-1)
     if unsupported_case == "unknown":
@@ -284,7 +284,7 @@ def test_unsupported_arguments_raise(ranks, unsupported_case, error_start):
 
 def count_saved_bytes(group, regather_kv):
     """Return the number of bytes that autograd saves for the backward pass of attention."""
-    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
+    q, k, v = (x.requires_grad_() for x in draw_qkv(1, 2, 2, 512))
     storage_by_address = {}
 
     def record_storage(x):
@@ -316,7 +316,7 @@ def train_with_one_pass_in_context(group, use_reentrant, pass_in_context):
     model = make_model("cab", SPARSE_CONFIG).train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    input_ids, null_context = tokens(1, 512), nullcontext()
+    input_ids, null_context = draw_token_ids(1, 512), nullcontext()
     inputs = {"input_ids": input_ids, "labels": input_ids}
     if pass_in_context == "forward":
         inputs = distributed.shard(inputs, group, 32)

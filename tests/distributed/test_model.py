@@ -10,7 +10,7 @@ import pytest
 import torch
 from marks import mark_slow_except
 from shards import BLOCK_TOKENS, assert_same_gradients, make_model
-from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, draw_token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -59,7 +59,7 @@ ROUTER_LOSS_FIELDS = {
 
 
 def make_batch(num_tokens, cu_seqlens=None, num_rows=2):
-    input_ids = tokens(num_rows, num_tokens)
+    input_ids = draw_token_ids(num_rows, num_tokens)
     labels = input_ids.clone()
     labels[:, :7] = -100
     batch = {"input_ids": input_ids, "labels": labels}
@@ -239,7 +239,7 @@ def generate_on_rank(group, input_ids):
 
 
 def test_generation_continues_from_sharded_prefill(ranks):
-    input_ids = tokens(1, 333)
+    input_ids = draw_token_ids(1, 333)
     expected = make_model("cab", SPARSE_CONFIG).generate(
         input_ids, max_new_tokens=8, do_sample=False
     )
@@ -324,7 +324,7 @@ WRAPPER_FUNCTIONS = {
 @pytest.mark.parametrize("wrapper_name", WRAPPER_FUNCTIONS)
 def test_data_parallel_wrappers_match_single_process(start_ranks, wrapper_name):
     batches = [make_batch(400), make_batch(400)]
-    batches[1]["input_ids"] = tokens(2, 400, seed=5)
+    batches[1]["input_ids"] = draw_token_ids(2, 400, seed=5)
     # start exactly four processes, because wrappers communicate with all processes
     gradients_of_ranks = start_ranks(4).run(
         4, compute_gradients_of_wrapped_model, batches, wrapper_name

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import Failure
 from shards import assert_same_gradients, make_model
-from tiny import SPARSE_CONFIG, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import cross_entropy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,9 +31,10 @@ def make_batch(document_lengths):
     position_ids = torch.cat(
         [torch.arange(document_length) for document_length in document_lengths]
     )[None]
-    return {"input_ids": tokens(1, NUM_TOKENS), "position_ids": position_ids}, tokens(
-        1, NUM_TOKENS, seed=2
-    )
+    return {
+        "input_ids": draw_token_ids(1, NUM_TOKENS),
+        "position_ids": position_ids,
+    }, draw_token_ids(1, NUM_TOKENS, seed=2)
 
 
 def run_training_step(model, inputs, labels):

@@ -9,11 +9,11 @@ from attention_cases import (
     assert_engine_within_budget,
     make_block_layout,
     make_case,
-    random_plan,
+    make_random_plan,
     run_with_gradients,
 )
 from marks import mark_slow_except
-from tiny import qkv
+from tiny import draw_qkv
 from valid_plan import assert_valid_plan
 
 from cab_hf import BlockPlan, engines
@@ -79,10 +79,10 @@ def list_all_blocks(plan):
 def diagonal_plan():
     """Return a plan of 6 queries and keys, 2 heads and 2 x 2 blocks, with diagonal blocks only."""
     is_selected = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
-    ranges = KeyRanges.causal(1, 6, 6, "cpu")
+    key_ranges = KeyRanges.causal(1, 6, 6, "cpu")
     dense_rows = torch.tensor([[2, -1]])
     return BlockPlan.from_dense(
-        is_selected, ranges, query_block=2, key_block=2, dense_rows=dense_rows
+        is_selected, key_ranges, query_block=2, key_block=2, dense_rows=dense_rows
     )
 
 
@@ -106,9 +106,9 @@ def test_dense_rows_equal_listed_blocks(shape, block_sizes):
 
 def test_split_keys_end_at_key_block_borders():
     """Split keys for a chunk that starts inside a block; key blocks exceed `DENSE_BLOCK_SIZE`."""
-    ranges = KeyRanges.causal(1, 128, 9788, "cpu")
-    dense_rows = ranges.tail_rows(128, 128)
-    *_, plan = complete._gather_dense_rows(ranges, dense_rows, (128, 256), 2)
+    key_ranges = KeyRanges.causal(1, 128, 9788, "cpu")
+    dense_rows = key_ranges.tail_rows(128, 128)
+    *_, plan = complete._gather_dense_rows(key_ranges, dense_rows, (128, 256), 2)
     assert_valid_plan(plan)
 
 
@@ -181,23 +181,23 @@ def test_dense_rows_of_flex_equal_reference(shape, block_sizes):
 
 
 def test_layers_share_the_plan_of_dense_rows(monkeypatch):
-    q, k, v = qkv(q_length=60, **FOUR_HEADS_SHAPE)
-    ranges = KeyRanges.causal(1, 60, 60, "cpu")
+    q, k, v = draw_qkv(q_length=60, **FOUR_HEADS_SHAPE)
+    key_ranges = KeyRanges.causal(1, 60, 60, "cpu")
     causal_mock = Mock(wraps=BlockPlan.causal)
     monkeypatch.setattr(BlockPlan, "causal", causal_mock)
     is_selected = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
-        dense_rows = ranges.tail_rows(32, 32)
+        dense_rows = key_ranges.tail_rows(32, 32)
         plan = BlockPlan.from_dense(
-            is_selected, ranges, query_block=32, key_block=16, dense_rows=dense_rows
+            is_selected, key_ranges, query_block=32, key_block=16, dense_rows=dense_rows
         )
         engines.TRITON.attention(q, k, v, plan, scale=0.2)
     assert causal_mock.call_count == 1
 
 
 def test_plan_without_dense_rows_is_passed_unchanged():
-    q, k, v = qkv(q_length=70)
-    plan = random_plan(q, k, (32, 16))
+    q, k, v = draw_qkv(q_length=70)
+    plan = make_random_plan(q, k, (32, 16))
     arguments_of_calls = []
     complete.attention(
         lambda *args, **options: arguments_of_calls.append(args) or args[0],

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import random_plan
+from attention_cases import make_random_plan
 from budget import assert_within_budget
 from marks import mark_slow_except
-from tiny import qkv
+from tiny import draw_qkv
 from torch.nn.attention.flex_attention import flex_attention
 from valid_plan import assert_valid_plan
 
@@ -74,8 +74,8 @@ def attend_by_loop(q, k, v, *, plan, scale):
 )
 def test_reference_equals_loop_over_queries(shape, block_sizes, plan_heads):
     """Compare also plans with fewer heads than q: each plan head applies to several query heads."""
-    q, k, v = qkv(**shape)
-    plan = random_plan(q, k, block_sizes, num_plan_heads=plan_heads)
+    q, k, v = draw_qkv(**shape)
+    plan = make_random_plan(q, k, block_sizes, num_plan_heads=plan_heads)
     assert_valid_plan(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, scale=0.3, return_lse=True)
     expected = attend_by_loop(q, k, v, plan=plan, scale=0.3)
@@ -84,21 +84,21 @@ def test_reference_equals_loop_over_queries(shape, block_sizes, plan_heads):
 
 
 def test_plan_heads_that_do_not_divide_query_heads_raise():
-    q, k, v = qkv(q_length=63)
-    plan = random_plan(q, k, (32, 16), num_plan_heads=4)
+    q, k, v = draw_qkv(q_length=63)
+    plan = make_random_plan(q, k, (32, 16), num_plan_heads=4)
     with pytest.raises(ValueError, match="divides the 6 heads of q, got 4"):
         reference.attention(q, k, v, plan, scale=0.3)
 
 
 def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
     """Test both causes: the key range of a query is empty, or its query block lists no blocks."""
-    q, k, v = qkv(q_length=96)
-    ranges = KeyRanges.causal(1, 96, 96, q.device)
-    ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(96) < 5, -1))
-    plan = random_plan(q, k, (32, 32), ranges=ranges)
+    q, k, v = draw_qkv(q_length=96)
+    key_ranges = KeyRanges.causal(1, 96, 96, q.device)
+    key_ranges = replace(key_ranges, end=key_ranges.end.masked_fill(torch.arange(96) < 5, -1))
+    plan = make_random_plan(q, k, (32, 32), ranges=key_ranges)
     is_selected = plan.to_dense()
     is_selected[:, 1, 2] = False
-    plan = BlockPlan.from_dense(is_selected, ranges, query_block=32, key_block=32)
+    plan = BlockPlan.from_dense(is_selected, key_ranges, query_block=32, key_block=32)
     out, lse = reference.attention(q, k, v, plan, scale=0.3, return_lse=True)
     is_empty = torch.zeros(q.shape[:3], dtype=torch.bool)
     is_empty[:, :, :5] = True
@@ -115,10 +115,10 @@ PLAN_KINDS = ["plain", "dense-rows", "sampled", "plan-of-groups", "not-finite", 
 @pytest.mark.parametrize("plan_kind", PLAN_KINDS)
 def test_traced_op_equals_reference(plan_kind, shape):
     """Compare the custom op that is used under torch.compile, forward and backward."""
-    q, k, v = qkv(**shape)
+    q, k, v = draw_qkv(**shape)
     dense_rows = torch.tensor([[0, -1]] * len(q)) if plan_kind == "dense-rows" else None
     plan_heads = k.shape[1] if plan_kind == "plan-of-groups" else None
-    plan = random_plan(q, k, (32, 16), num_plan_heads=plan_heads, dense_rows=dense_rows)
+    plan = make_random_plan(q, k, (32, 16), num_plan_heads=plan_heads, dense_rows=dense_rows)
     if plan_kind == "sampled":
         plan = plan.with_sample(3, torch.tensor(5))
     if plan_kind == "not-finite":
@@ -131,7 +131,7 @@ def test_traced_op_equals_reference(plan_kind, shape):
         out, lse = attention_function(
             inputs[0], inputs[1], inputs[2], plan=plan, return_lse=True, **logit_options
         )
-        gradients = torch.autograd.grad(out, inputs, qkv(**shape, seed=9)[0])
+        gradients = torch.autograd.grad(out, inputs, draw_qkv(**shape, seed=9)[0])
         if plan_kind == "not-finite":
             # gradients of k and v are undefined for rows that attend to the NaN key
             gradients = [gradients[0].where(out.isfinite(), 0.0)]
@@ -145,8 +145,8 @@ def test_traced_op_equals_reference(plan_kind, shape):
 
 def test_traced_op_passes_opcheck():
     """Run `torch.library.opcheck` on the custom op: shapes, strides and gradients."""
-    q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
-    plan = random_plan(q, k, (32, 16))
+    q, k, v = (x.requires_grad_() for x in draw_qkv(q_length=63, kv_length=111))
+    plan = make_random_plan(q, k, (32, 16))
     attention_op = traced._attention_op
     attention_op_mock = Mock(wraps=attention_op)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -161,10 +161,10 @@ def test_traced_op_passes_opcheck():
 @pytest.mark.parametrize("shape", mark_slow_except(SHAPE_CASES, 0))
 def test_compiled_flex_equals_reference(shape, block_sizes, plan_heads):
     """Compare values, because FlexAttention without compilation ignores block lists silently."""
-    q, k, v = qkv(**shape)
+    q, k, v = draw_qkv(**shape)
     if plan_heads is not None and q.shape[1] % plan_heads:
         pytest.skip("the number of plan heads must divide the number of query heads")
-    plan = random_plan(q, k, block_sizes, num_plan_heads=plan_heads)
+    plan = make_random_plan(q, k, block_sizes, num_plan_heads=plan_heads)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, scale=0.3)
 
@@ -176,8 +176,8 @@ def test_compiled_flex_equals_reference(shape, block_sizes, plan_heads):
 
 @pytest.mark.parametrize("engine_name", ["gather", "reference", "flex"])
 def test_soft_cap_equals_formula(engine_name):
-    q, k, v = qkv(q_length=70, dim=32)
-    plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
+    q, k, v = draw_qkv(q_length=70, dim=32)
+    plan = make_random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
 
     def attend_by_hand(q, k, v):
         k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
@@ -194,7 +194,7 @@ def test_soft_cap_equals_formula(engine_name):
 
 @pytest.mark.slow
 def test_flex_with_padding_and_documents_equals_reference():
-    q, k, v = qkv(batch=2, q_length=180)
+    q, k, v = draw_qkv(batch=2, q_length=180)
     padding_mask = torch.ones(2, 180, dtype=torch.bool)
     padding_mask[0, :25] = False
     doc_ids = torch.tensor([[0] * 70 + [1] * 110] * 2)
@@ -209,7 +209,7 @@ def test_flex_with_padding_and_documents_equals_reference():
         device=q.device,
     )
     q, k, v = layout.queries(q), layout.keys(k), layout.keys(v)
-    plan = random_plan(q, k, (64, 32), ranges=layout.ranges)
+    plan = make_random_plan(q, k, (64, 32), ranges=layout.ranges)
     assert_valid_plan(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, scale=0.3)
@@ -220,8 +220,8 @@ def test_flex_with_padding_and_documents_equals_reference():
 
 def test_uncompiled_flex_attention_ignores_block_lists():
     """Document why the engine always compiles. Remove this test when PyTorch fixes the error."""
-    q, k, v = qkv(q_length=256)
-    plan = random_plan(q, k, (64, 32), selection_probability=0.0)
+    q, k, v = draw_qkv(q_length=256)
+    plan = make_random_plan(q, k, (64, 32), selection_probability=0.0)
     mask_of_lists = make_block_mask(plan, torch.device("meta"))
     with torch.no_grad():
         uncompiled_out = flex_attention(
@@ -240,28 +240,28 @@ def test_flex_raises_at_recompile_limit(monkeypatch):
     monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 1)
     with torch.no_grad(), pytest.raises(Exception, match="(?i)recompile"):
         for length in (64, 96, 160):
-            q, k, v = qkv(q_length=length)
-            flex.attention(q, k, v, random_plan(q, k, (32, 32)), scale=0.3)
+            q, k, v = draw_qkv(q_length=length)
+            flex.attention(q, k, v, make_random_plan(q, k, (32, 32)), scale=0.3)
     torch._dynamo.reset()
 
 
 def test_partial_and_full_lists_of_block_mask_have_equal_strides():
     """Check strides: torch 2.11 reads ``full_kv_indices`` with the strides of ``kv_indices``."""
-    q, k, _ = qkv(q_length=256)
-    mask = make_block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
-    assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
-    assert mask.q_indices.stride() == mask.full_q_indices.stride()
+    q, k, _ = draw_qkv(q_length=256)
+    block_mask = make_block_mask(make_random_plan(q, k, (64, 32)), q.device, training=True)
+    assert block_mask.kv_indices.stride() == block_mask.full_kv_indices.stride()
+    assert block_mask.q_indices.stride() == block_mask.full_q_indices.stride()
 
 
 def test_block_mask_transpose_lists_every_attending_query_block():
-    q, k, _ = qkv(q_length=700)
-    plan = random_plan(q, k, (128, 128))
-    mask = make_block_mask(plan, q.device, training=True)
+    q, k, _ = draw_qkv(q_length=700)
+    plan = make_random_plan(q, k, (128, 128))
+    block_mask = make_block_mask(plan, q.device, training=True)
     is_attended = plan.to_dense().transpose(2, 3)
     is_listed = torch.zeros_like(is_attended)
     for counts, indices in (
-        (mask.q_num_blocks, mask.q_indices),
-        (mask.full_q_num_blocks, mask.full_q_indices),
+        (block_mask.q_num_blocks, block_mask.q_indices),
+        (block_mask.full_q_num_blocks, block_mask.full_q_indices),
     ):
         for b, h, j in (counts > 0).nonzero().tolist():
             is_listed[b, h, j, indices[b, h, j, : counts[b, h, j]].long()] = True
@@ -270,13 +270,13 @@ def test_block_mask_transpose_lists_every_attending_query_block():
 
 def test_blocks_merged_for_training_attend_the_same_tokens():
     """Backward kernels reject key blocks of 64: blocks are merged, and mask_mod masks pairs."""
-    q, k, _ = qkv(q_length=300)
-    plan = random_plan(q, k, (64, 32), selection_probability=0.9)
-    mask = make_block_mask(plan, q.device, training=True)
-    assert mask.BLOCK_SIZE == (128, 128)
+    q, k, _ = draw_qkv(q_length=300)
+    plan = make_random_plan(q, k, (64, 32), selection_probability=0.9)
+    block_mask = make_block_mask(plan, q.device, training=True)
+    assert block_mask.BLOCK_SIZE == (128, 128)
     block_lists = (
-        BlockIndices(mask.kv_num_blocks, mask.kv_indices),
-        BlockIndices(mask.full_kv_num_blocks, mask.full_kv_indices),
+        BlockIndices(block_mask.kv_num_blocks, block_mask.kv_indices),
+        BlockIndices(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
     )
     # expand block masks [B, H, 3, 3] to token masks [B, H, 300, 300]
     is_partial, is_full = (
@@ -284,14 +284,14 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
         for x in block_lists
     )
     batch, head, query, key = torch.meshgrid(*map(torch.arange, is_partial.shape), indexing="ij")
-    is_attended = is_full | (is_partial & mask.mask_mod(batch, head, query, key))
+    is_attended = is_full | (is_partial & block_mask.mask_mod(batch, head, query, key))
     assert torch.equal(is_attended, plan.token_mask())
     assert is_full.any() and is_partial.any()
 
 
 def test_incomplete_last_block_is_partial():
-    q, k, _ = qkv(q_length=205)
-    plan = random_plan(q, k, (64, 32), selection_probability=1.0)
+    q, k, _ = draw_qkv(q_length=205)
+    plan = make_random_plan(q, k, (64, 32), selection_probability=1.0)
     last_block_index = plan.kv_blocks - 1
     assert not plan.full.to_dense(plan.kv_blocks)[..., last_block_index].any()
     assert plan.partial.to_dense(plan.kv_blocks)[..., -1, last_block_index].all()
@@ -362,7 +362,7 @@ HOPPER_CAPABILITY, AMPERE_CAPABILITY, BLACKWELL_CAPABILITY = (9, 0), (8, 0), (10
 def test_flex_selects_flash_backend_by_capability(
     monkeypatch, capability, workload_fields, expected_backend
 ):
-    patch_gpu(monkeypatch, capability)
+    patch_gpu_capability(monkeypatch, capability)
     workload = make_workload(**workload_fields)
     assert f"({expected_backend}" in engines.choose("flex", workload).label(workload)
 
@@ -370,7 +370,7 @@ def test_flex_selects_flash_backend_by_capability(
 @pytest.mark.parametrize("installed_version", ["4.0.0b1", "4.0.0b37", "4.0.0"])
 def test_untested_flash_attn_version_is_unavailable(monkeypatch, installed_version):
     uncached_why_not_installed = flash._why_not_installed.__wrapped__
-    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
+    patch_gpu_capability(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(flash, "version", lambda name: installed_version)
     monkeypatch.setattr(flash, "_why_not_installed", uncached_why_not_installed)
     expected_message = f"4.0.0b36 or later, below 4.0.0b37, not {installed_version}"
@@ -407,7 +407,7 @@ def test_flash_extra_pins_the_tested_version():
     ],
 )
 def test_label_names_engine_and_backend(monkeypatch, engine_name, workload_fields, expected_label):
-    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
+    patch_gpu_capability(monkeypatch, HOPPER_CAPABILITY)
     workload = make_workload(**workload_fields)
     assert engines.choose(engine_name, workload).label(workload) == expected_label
 
@@ -428,7 +428,7 @@ def test_label_names_engine_and_backend(monkeypatch, engine_name, workload_field
 def test_exact_attention_selects_engine_by_head_dim_and_length(
     monkeypatch, workload_fields, length, expected_name
 ):
-    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
+    patch_gpu_capability(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(ffpa, "_why_not_installed", lambda: None)
     assert (
         engines.choose_exact_attention(make_workload(**workload_fields), length).name
@@ -437,7 +437,7 @@ def test_exact_attention_selects_engine_by_head_dim_and_length(
 
 
 def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
-    patch_gpu(monkeypatch, AMPERE_CAPABILITY)
+    patch_gpu_capability(monkeypatch, AMPERE_CAPABILITY)
     assert engines.choose("auto", make_workload()) is engines.FLEX
     assert engines.choose_exact_attention(make_workload(), None) is engines.SDPA
     assert engines.choose_exact_attention(make_workload(head_dim=512), 4096) is engines.SDPA
@@ -445,7 +445,7 @@ def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
 
 
 def test_missing_ffpa_is_not_selected(monkeypatch):
-    patch_gpu(monkeypatch, HOPPER_CAPABILITY)
+    patch_gpu_capability(monkeypatch, HOPPER_CAPABILITY)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_why_not_installed", ffpa._why_not_installed.__wrapped__)
     assert engines.choose_exact_attention(make_workload(head_dim=512), 4096) is engines.TRITON
@@ -494,7 +494,7 @@ def make_workload(**changed_fields):
     return engines.Workload(**{**DEFAULT_WORKLOAD_FIELDS, **changed_fields})
 
 
-def patch_gpu(monkeypatch, capability):
+def patch_gpu_capability(monkeypatch, capability):
     """Patch torch to report a CUDA device of this capability, with flash-attn-4 installed."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -533,8 +533,8 @@ def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
     compiled_attend = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(flex, "_compile_attend", lambda _: compiled_attend)
     for length in (96, 160):
-        q, k, v = qkv(q_length=length, kv_length=length)
-        plan = random_plan(q, k, (32, 16))
+        q, k, v = draw_qkv(q_length=length, kv_length=length)
+        plan = make_random_plan(q, k, (32, 16))
         has_keys = (plan.ranges.end >= 0)[:, None, :, None]
         with torch.no_grad():
             out = flex.attention(q, k, v, plan, scale=0.3, softcap=3.0)

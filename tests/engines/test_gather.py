@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import make_case
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
@@ -108,7 +108,7 @@ def test_unavailable_gather_raises_with_reason(changed_fields, reason):
 
 
 def test_model_logits_equal_reference_engine():
-    model, ids = tiny_model(), tokens(1, 300)
+    model, ids = make_tiny_model(), draw_token_ids(1, 300)
     logits_by_engine = {}
     for engine_name in ("reference", "gather"):
         cab_hf.apply_cab(model, SPARSE_CONFIG, engine=engine_name)

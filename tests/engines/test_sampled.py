@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, make_case, random_seeds, run_with_gradients
+from attention_cases import assert_engine_within_budget, draw_seeds, make_case, run_with_gradients
 from marks import mark_slow_except
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from valid_plan import assert_valid_plan
 
 import cab_hf
@@ -108,7 +108,7 @@ def test_sample_period_1_equals_dense_attention(shape, block_sizes):
 
 def test_unlisted_blocks_are_sampled_with_equal_probability():
     *_, plan = make_sampled_case(FOUR_HEADS_SHAPE | {"q_length": 640}, (32, 16), sample_period=4)
-    sampled_plans = [plan.with_sample(4, seed) for seed in random_seeds(300)]
+    sampled_plans = [plan.with_sample(4, seed) for seed in draw_seeds(300)]
     sampling_frequency = sum(x.of_sampled().to_dense().float() for x in sampled_plans) / len(
         sampled_plans
     )
@@ -135,7 +135,7 @@ def test_sampled_estimate_of_softmax_sum_is_unbiased():
     )
     dense_plan = BlockPlan.causal(plan.ranges, 1, 32, 16)
     expected_sums = reference.attention(q, k, v, dense_plan, scale=0.2, return_lse=True)[1].exp()
-    sampled_plans = (plan.with_sample(4, seed) for seed in random_seeds(300))
+    sampled_plans = (plan.with_sample(4, seed) for seed in draw_seeds(300))
     softmax_sums = [
         reference.attention(q, k, v, x, scale=0.2, return_lse=True)[1].exp() for x in sampled_plans
     ]
@@ -184,12 +184,12 @@ def measure_density(model, ids):
 
 
 def test_gradients_with_sample_period_1_equal_dense_gradients():
-    ids = tokens(2, 200)
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE_CONFIG, sampled_one_in=1))
+    ids = draw_token_ids(2, 200)
+    model = cab_hf.apply_cab(make_tiny_model(), replace(SPARSE_CONFIG, sampled_one_in=1))
     assert measure_density(model, ids) == 1.0
     model.zero_grad()
     dense_gradients, sampled_gradients = (
-        compute_gradients(tiny_model(), ids),
+        compute_gradients(make_tiny_model(), ids),
         compute_gradients(model, ids),
     )
     for actual_gradient, expected_gradient in zip(sampled_gradients, dense_gradients, strict=True):
@@ -197,15 +197,15 @@ def test_gradients_with_sample_period_1_equal_dense_gradients():
 
 
 def test_recompute_attends_to_the_same_sample():
-    ids = tokens(2, 200)
+    ids = draw_token_ids(2, 200)
     sampling_model, sparse_model = (
-        cab_hf.apply_cab(tiny_model(), x) for x in (SAMPLING_CONFIG, SPARSE_CONFIG)
+        cab_hf.apply_cab(make_tiny_model(), x) for x in (SAMPLING_CONFIG, SPARSE_CONFIG)
     )
     assert measure_density(sampling_model, ids) > measure_density(sparse_model, ids)
     sampling_model.zero_grad()
     expected_gradients = compute_gradients(sampling_model, ids)
     actual_gradients = compute_gradients(
-        cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG), ids, preserve_rng_state=True
+        cab_hf.apply_cab(make_tiny_model(), SAMPLING_CONFIG), ids, preserve_rng_state=True
     )
     for actual_gradient, expected_gradient in zip(
         actual_gradients, expected_gradients, strict=True
@@ -214,9 +214,9 @@ def test_recompute_attends_to_the_same_sample():
 
 
 def test_recompute_reuses_plan_if_only_values_have_gradients():
-    ids, gradients_of_runs = tokens(2, 200), []
+    ids, gradients_of_runs = draw_token_ids(2, 200), []
     for checkpointing_options in ({}, {"preserve_rng_state": False}):
-        model = cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG)
+        model = cab_hf.apply_cab(make_tiny_model(), SAMPLING_CONFIG)
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_("v_proj" in parameter_name)
         gradients_of_runs.append(compute_gradients(model, ids, **checkpointing_options))
@@ -226,7 +226,10 @@ def test_recompute_reuses_plan_if_only_values_have_gradients():
 
 
 def test_sampling_config_compiles_for_inference():
-    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING_CONFIG), tokens(1, 130)
+    model, ids = (
+        cab_hf.apply_cab(make_tiny_model(num_hidden_layers=1), SAMPLING_CONFIG),
+        draw_token_ids(1, 130),
+    )
     torch._dynamo.reset()
     with torch.no_grad():
         compiled_model = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -238,8 +241,8 @@ def test_sampling_config_compiles_for_inference():
 def test_sampling_with_unaligned_documents_raises():
     """Sampling requires documents that are aligned to blocks; under torch.compile they are not."""
     model, ids = (
-        cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING_CONFIG).train(),
-        tokens(1, 400),
+        cab_hf.apply_cab(make_tiny_model(num_hidden_layers=1), SAMPLING_CONFIG).train(),
+        draw_token_ids(1, 400),
     )
     position_ids = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()
@@ -249,7 +252,10 @@ def test_sampling_with_unaligned_documents_raises():
 
 
 def test_reentrant_checkpointing_with_sampling_raises():
-    model, ids = cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG).train(), tokens(1, 200)
+    model, ids = (
+        cab_hf.apply_cab(make_tiny_model(), SAMPLING_CONFIG).train(),
+        draw_token_ids(1, 200),
+    )
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -258,9 +264,9 @@ def test_reentrant_checkpointing_with_sampling_raises():
 
 
 def test_sampling_is_off_without_gradients():
-    ids = tokens(1, 200)
-    model = cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG)
+    ids = draw_token_ids(1, 200)
+    model = cab_hf.apply_cab(make_tiny_model(), SAMPLING_CONFIG)
     with torch.no_grad():
         actual_logits = model(ids).logits
-        expected_logits = cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)(ids).logits
+        expected_logits = cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)(ids).logits
     assert torch.equal(actual_logits, expected_logits)

@@ -85,8 +85,10 @@ def test_inference_kernel_applies_sinks(dtype, memory_layout, monkeypatch):
     # query 7 of head 1 in row 0 has no keys
     lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
     sinks = torch.tensor(SINK_LOGITS, dtype=dtype)
-    expected_out = reference.with_sinks(out.double(), lse.double(), sinks)
-    actual_out = complete.with_sinks(out.clone(memory_format=torch.preserve_format), lse, sinks)
+    expected_out = reference.rescale_for_sinks(out.double(), lse.double(), sinks)
+    actual_out = complete.rescale_for_sinks(
+        out.clone(memory_format=torch.preserve_format), lse, sinks
+    )
     assert actual_out.stride() == out.stride()
     torch.testing.assert_close(
         actual_out.double(), expected_out, atol=1e-6, rtol=2 * torch.finfo(dtype).eps
@@ -98,5 +100,5 @@ def test_training_does_not_change_output_in_place(monkeypatch):
     out, lse = torch.randn(1, 4, 30, 16), torch.randn(1, 4, 30)
     sinks = torch.tensor(SINK_LOGITS, requires_grad=True)
     expected_out = out.clone()
-    complete.with_sinks(out, lse, sinks).sum().backward()
+    complete.rescale_for_sinks(out, lse, sinks).sum().backward()
     assert torch.equal(out, expected_out) and sinks.grad.abs().sum() > 0

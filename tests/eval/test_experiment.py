@@ -94,20 +94,20 @@ def powers_command(monkeypatch):
     )
 
 
-def run_powers(out, **fields):
-    """Run `Powers` with the settings ``fields`` in the folder ``out``, and return the rows."""
-    return run(Powers(Settings(out=str(out), **fields)))
+def run_powers(out_folder, **setting_fields):
+    """Run `Powers` with ``setting_fields`` in the folder ``out_folder``, and return the rows."""
+    return run(Powers(Settings(out=str(out_folder), **setting_fields)))
 
 
-def read_files(out):
+def read_contents_by_name(folder):
     """Return {file name: bytes} of the files in a folder."""
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_run_writes_five_files_and_prints_paths(tmp_path, capsys):
     rows = run_powers(tmp_path)
     assert [(row["length"], row["value"]) for row in rows] == [(1, 1), (2, 4), (3, 9)]
-    assert read_files(tmp_path).keys() == RUN_FILE_NAMES
+    assert read_contents_by_name(tmp_path).keys() == RUN_FILE_NAMES
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["rows"] == rows
     assert content["provenance"]["experiment"] == "powers"
@@ -132,18 +132,20 @@ def test_interrupted_run_continues(tmp_path, monkeypatch):
     def interrupt_at_length_2(powers, case):
         if case["length"] == 2:
             raise KeyboardInterrupt
-        return measure(powers, case)
+        return original_measure(powers, case)
 
-    measure = Powers.measure
+    original_measure = Powers.measure
     monkeypatch.setattr(Powers, "measure", interrupt_at_length_2)
     with pytest.raises(KeyboardInterrupt):
         run_powers(tmp_path / "killed")
-    monkeypatch.setattr(Powers, "measure", measure)
+    monkeypatch.setattr(Powers, "measure", original_measure)
     run_powers(tmp_path / "killed")
     assert MEASURED_LENGTHS == [1, 2, 3]
     run_powers(tmp_path / "whole")
-    logs = (read_log(tmp_path / name / "samples.jsonl") for name in ("whole", "killed"))
-    assert next(logs) == next(logs)
+    run_logs = (
+        read_log(tmp_path / folder_name / "samples.jsonl") for folder_name in ("whole", "killed")
+    )
+    assert next(run_logs) == next(run_logs)
 
 
 class PowersOutOfMemory(Powers):
@@ -184,7 +186,7 @@ def test_failed_case_is_reported_and_retried(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(PowersOutOfMemory, "cases", lambda *_: [{"length": 1}, {"length": 2}])
     with pytest.raises(UsageError, match="no case could be measured: out of memory. Give shorter"):
         run(PowersOutOfMemory(Settings(out=str(tmp_path / "none"))))
-    assert read_files(tmp_path / "none").keys() == {"samples.jsonl"}
+    assert read_contents_by_name(tmp_path / "none").keys() == {"samples.jsonl"}
 
 
 def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
@@ -207,31 +209,31 @@ def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
 
 def test_repeated_run_keeps_samples_and_provenance(tmp_path, monkeypatch):
     run_powers(tmp_path)
-    files_before = read_files(tmp_path)
+    files_before = read_contents_by_name(tmp_path)
     monkeypatch.setattr(provenance, "utc_now", lambda: "later")
     run_powers(tmp_path)
-    assert MEASURED_LENGTHS == [1, 2, 3] and read_files(tmp_path) == files_before
+    assert MEASURED_LENGTHS == [1, 2, 3] and read_contents_by_name(tmp_path) == files_before
     # packed samples are read as well
     pack_file(tmp_path / "samples.jsonl")
     (tmp_path / "results.csv").unlink()
     render(tmp_path)
-    assert read_files(tmp_path).keys() == (RUN_FILE_NAMES - {"samples.jsonl"}) | {
+    assert read_contents_by_name(tmp_path).keys() == (RUN_FILE_NAMES - {"samples.jsonl"}) | {
         "samples.jsonl.xz"
     }
     run_powers(tmp_path)
-    assert MEASURED_LENGTHS == [1, 2, 3] and read_files(tmp_path) == files_before
+    assert MEASURED_LENGTHS == [1, 2, 3] and read_contents_by_name(tmp_path) == files_before
 
 
 def test_extended_run_updates_command(tmp_path, monkeypatch):
     run_powers(tmp_path)
     closed_bars = []
 
-    class Bar(experiment.tqdm):
+    class RecordingBar(experiment.tqdm):
         def close(self):
             closed_bars.append((self.n, self.initial, self.smoothing))
             super().close()
 
-    monkeypatch.setattr(experiment, "tqdm", Bar)
+    monkeypatch.setattr(experiment, "tqdm", RecordingBar)
     rows = run_powers(tmp_path, lengths=(1, 2, 5))
     # final count 4, initial count 2 (the cases in the log), and smoothing 0, so that tqdm estimates
     # the remaining time from the cases of this run only
@@ -241,16 +243,18 @@ def test_extended_run_updates_command(tmp_path, monkeypatch):
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("method", ["measure", "rows"])
+@pytest.mark.parametrize("method_name", ["measure", "rows"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, method, value):
-    result = {"value": value, "sought": False}
-    monkeypatch.setattr(Powers, method, lambda *_: [result] if method == "rows" else result)
+def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, method_name, value):
+    method_result = {"value": value, "sought": False}
+    monkeypatch.setattr(
+        Powers, method_name, lambda *_: [method_result] if method_name == "rows" else method_result
+    )
     with pytest.raises(LogError, match="must contain finite numbers only"):
         run(Powers(Settings(out=str(tmp_path))))
     assert not (tmp_path / "results.json").exists()
-    assert "NaN" not in (content := (tmp_path / "samples.jsonl").read_text())
-    assert "Infinity" not in content
+    assert "NaN" not in (log_content := (tmp_path / "samples.jsonl").read_text())
+    assert "Infinity" not in log_content
 
 
 def test_report_lists_repeated_texts_of_all_runs(tmp_path, monkeypatch, capsys):
@@ -279,14 +283,16 @@ def test_conflicting_folder_is_refused_before_writing(tmp_path, monkeypatch):
     (tmp_path / "mine" / "report.md").write_text("mine")
     with pytest.raises(LogError, match="contains report.md and no samples.jsonl"):
         run_powers(tmp_path / "mine")
-    assert read_files(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED_LENGTHS
+    assert (
+        read_contents_by_name(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED_LENGTHS
+    )
     run_powers(tmp_path / "out")
-    files_before = read_files(tmp_path / "out")
+    files_before = read_contents_by_name(tmp_path / "out")
     with pytest.raises(LogError, match="made with power 2, this run has 3. Give another --out"):
         run_powers(tmp_path / "out", power=3)
     with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
         run(Roots(Settings(out=str(tmp_path / "out"))))
-    assert read_files(tmp_path / "out") == files_before
+    assert read_contents_by_name(tmp_path / "out") == files_before
 
     def raise_usage_error(powers):
         raise UsageError("lengths must be short")
@@ -302,9 +308,9 @@ def test_invalid_results_file_is_refused_before_measuring(tmp_path, content):
     run_powers(tmp_path)
     MEASURED_LENGTHS.clear()
     (tmp_path / "results.json").write_text(content)
-    for continue_run in (lambda: run_powers(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
+    for run_or_render in (lambda: run_powers(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
         with pytest.raises(LogError, match="results.json must contain results of a run"):
-            continue_run()
+            run_or_render()
     assert not MEASURED_LENGTHS
 
 
@@ -317,7 +323,9 @@ def test_write_error_names_the_folder(tmp_path, monkeypatch):
         run_powers(tmp_path)
     monkeypatch.undo()
     run_powers(tmp_path)
-    assert MEASURED_LENGTHS == [1, 2, 3] and read_files(tmp_path).keys() == RUN_FILE_NAMES
+    assert (
+        MEASURED_LENGTHS == [1, 2, 3] and read_contents_by_name(tmp_path).keys() == RUN_FILE_NAMES
+    )
 
 
 @pytest.mark.parametrize(
@@ -359,8 +367,8 @@ def test_listing_commands_does_not_import_torch():
 
 
 def test_commands_are_listed_and_unknown_ones_refused(capsys):
-    for name in ("fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)):
-        experiment_class = experiment.import_experiment(name)
+    for command_name in ("fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)):
+        experiment_class = experiment.import_experiment(command_name)
         assert __main__._read_purpose(experiment_class.__module__) == experiment_class.purpose
     assert __main__.main(["--help"]) == 0
     help_text = capsys.readouterr().out

@@ -100,29 +100,44 @@ def test_fidelity_command_writes_expected_rows(
         for text in ("noise", "book")
         for method_with_budget in methods_with_budgets
     ]
-    for dense_row, cab_row, wide_row, matched_row, half_row, full_row, no_needle_row in (
+    for (
+        dense_row,
+        cab_row,
+        wide_variant_row,
+        matched_density_row,
+        half_density_row,
+        full_attention_row,
+        no_needle_row,
+    ) in (
         rows[:7],
         rows[7:],
     ):
-        assert dense_row["density"] == full_row["density"] == 1
+        assert dense_row["density"] == full_attention_row["density"] == 1
         # attention is not timed on a CPU
         assert dense_row["attend_ms"] is cab_row["over_dense"] is None
-        assert cab_row["density"] < wide_row["density"] < 1
-        assert matched_row["fitted"] == pytest.approx(cab_row["density"])
-        assert matched_row["density"] == pytest.approx(cab_row["density"], abs=0.05)
-        assert half_row["density"] == pytest.approx(0.5, abs=0.05)
-        for row in (cab_row, wide_row, matched_row, half_row):
+        assert cab_row["density"] < wide_variant_row["density"] < 1
+        assert matched_density_row["fitted"] == pytest.approx(cab_row["density"])
+        assert matched_density_row["density"] == pytest.approx(cab_row["density"], abs=0.05)
+        assert half_density_row["density"] == pytest.approx(0.5, abs=0.05)
+        for row in (cab_row, wide_variant_row, matched_density_row, half_density_row):
             assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
             assert row["perplexity"]["ratio"] > 0
         # no_needle has no recall, because the documents of recall have no needle to remove
         assert "pass" in no_needle_row and "recall" not in no_needle_row
         # the query blocks in the second half start at tokens 160, 192, 224, 256 and 288
         assert dense_row["perplexity_border"]["tokens"] == 5
-        for row in (dense_row, cab_row, wide_row, matched_row, half_row, full_row):
+        for row in (
+            dense_row,
+            cab_row,
+            wide_variant_row,
+            matched_density_row,
+            half_density_row,
+            full_attention_row,
+        ):
             assert row["recall_border"]["n"] == row["recall"]["n"] == 2
-        assert full_row["recall"]["share"] == dense_row["recall"]["share"]
+        assert full_attention_row["recall"]["share"] == dense_row["recall"]["share"]
         for perplexity_field in ("perplexity", "perplexity_border"):
-            assert full_row[perplexity_field]["ratio"] == pytest.approx(1, abs=1e-5)
+            assert full_attention_row[perplexity_field]["ratio"] == pytest.approx(1, abs=1e-5)
         assert cab_row["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
     assert str(tmp_path) not in json.dumps(results)
     noise_record, book_record = results["provenance"]["settings"]["texts"]
@@ -210,8 +225,8 @@ def test_continuation_is_compared_with_dense(run_and_get_rows):
     # streaming drops all keys before its window
     kl_by_method = {name: result["kl"] for name, result in continuations.items()}
     assert kl_by_method["streaming"] > kl_by_method["cab"] > 10 * abs(kl_by_method["full"])
-    for actual in continuations.values():
-        assert 0 <= actual["kl_low"] <= max(actual["kl"], 0) <= actual["kl_high"]
+    for continuation in continuations.values():
+        assert 0 <= continuation["kl_low"] <= max(continuation["kl"], 0) <= continuation["kl_high"]
     assert {row["asked"]["n"] for row in rows.values()} == {4}
 
 
@@ -251,7 +266,7 @@ def test_continuation_is_exact_except_with_evicted_keys(model_folder):
             # `predict_log_probs` has a complete KV cache. `Fidelity.score_reading` has the cache of
             # the method, and that of streaming drops keys of the prompt
             exact_log_probs = predict_log_probs(
-                experiment.model, reading, chunk=experiment.settings.chunk
+                experiment.model, reading, chunk=experiment.settings.dense_chunk_tokens
             )
             experiment.get_dense_predictions(case)
             measured_nll[method_name] = experiment.score_reading(case, reading, method)["nll"]
@@ -267,14 +282,14 @@ def test_decode_is_compared_with_dense(run_and_get_rows):
     assert list(rows) == ["dense", "cab:sparse", "cab:dense", *cache_methods, "full"]
     # bytes per key: the index has 16 channels of half a byte and a scale of 2 bytes. K and V
     # together have 32 channels of 4 bytes
-    step_tokens = {
+    expected_step_tokens = {
         "cab:dense": 640,
         "dense": 640,
         "full": 640,
         "cab:sparse": 128 + 640 * 10 / 128,
         **dict.fromkeys(cache_methods, 178),
     }
-    assert {name: row["step_tokens"] for name, row in rows.items()} == step_tokens
+    assert {name: row["step_tokens"] for name, row in rows.items()} == expected_step_tokens
     assert {row["decode"]["tokens"] for row in rows.values()} == {2 * 24}
     assert {row["decode_asked"]["n"] for row in rows.values()} == {4}
     assert {row["greedy"]["n"] for row in rows.values()} == {3}
@@ -310,7 +325,7 @@ def interrupt_at_case(monkeypatch):
     Cases are counted from the call of the function. With None, no case interrupts the run. The
     function returns a list to which every case measured after the call is appended.
     """
-    measure = Fidelity.measure
+    original_measure = Fidelity.measure
 
     def interrupt_at_case(case_number):
         measured_cases = []
@@ -319,7 +334,7 @@ def interrupt_at_case(monkeypatch):
             measured_cases.append(case)
             if len(measured_cases) == case_number:
                 raise KeyboardInterrupt
-            return measure(self, case)
+            return original_measure(self, case)
 
         monkeypatch.setattr(Fidelity, "measure", measure_or_interrupt)
         return measured_cases
@@ -343,13 +358,15 @@ def test_resumed_run_equals_uninterrupted_run(
     with pytest.raises(KeyboardInterrupt):
         run_fidelity(model_folder, tmp_path, options, methods=methods)
     for row in run_fidelity(model_folder, tmp_path, options, methods=methods)["rows"]:
-        assert remove_over_floor(row) == remove_over_floor(run_and_get_rows(options)[row["method"]])
+        assert remove_over_floor_fields(row) == remove_over_floor_fields(
+            run_and_get_rows(options)[row["method"]]
+        )
 
 
-def remove_over_floor(row):
+def remove_over_floor_fields(row):
     """Return a row without ``over_floor``, which depends on the other methods of the run."""
     return {
-        field: remove_over_floor(value) if isinstance(value, dict) else value
+        field: remove_over_floor_fields(value) if isinstance(value, dict) else value
         for field, value in row.items()
         if field != "over_floor"
     }
@@ -370,8 +387,8 @@ class CountingBench(Bench):
 
 def test_layer_times_are_summed(model_folder):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
-    clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
-    dense_times = clock.time(model, tokens, None)
+    attention_clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
+    dense_times = attention_clock.time(model, tokens, None)
     # both layers have the same shape, which is timed once: 1 ms each
     assert dense_times == {
         "predict_ms": 0.0,
@@ -380,7 +397,7 @@ def test_layer_times_are_summed(model_folder):
         "dense_kernel": "SDPA",
     }
     config = CabConfig(min_length=0, query_block=32, key_block=16)
-    sparse_times = clock.time(model, tokens, config)
+    sparse_times = attention_clock.time(model, tokens, config)
     assert (sparse_times["predict_ms"], sparse_times["attend_ms"], sparse_times["dense_ms"]) == (
         2 + 4,
         3 + 5,
@@ -388,10 +405,10 @@ def test_layer_times_are_summed(model_folder):
     )
     assert "predict_reported" not in sparse_times
     # the layer in dense_layers takes the time of dense attention, 1 ms
-    sparse_times = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
+    sparse_times = attention_clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
     assert (sparse_times["predict_ms"], sparse_times["attend_ms"]) == (6, 1 + 7)
     cascade_config = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
-    assert clock.time(model, tokens, cascade_config)["dense_ms"] == 2
+    assert attention_clock.time(model, tokens, cascade_config)["dense_ms"] == 2
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -434,9 +451,9 @@ def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):
 
 def test_cpu_is_timed_only_for_equal_time():
     assert attention_time.make_layer_bench("cpu") is None
-    assert Fidelity(Settings(device="cpu")).clock is None
+    assert Fidelity(Settings(device="cpu")).attention_clock is None
     # methods that are matched by time need a timer, even on a CPU
-    assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
+    assert type(Fidelity(Settings(device="cpu", equal="time")).attention_clock.bench) is Bench
 
 
 BASELINE_NAMES = (

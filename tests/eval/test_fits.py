@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tokens
-from tiny_types import tiny_config
+from tiny import draw_token_ids
+from tiny_types import make_tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from cab_hf import CabConfig
@@ -17,8 +17,8 @@ from cab_hf.eval.result_folders import read_results
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.cost_model import GIB
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
-LENGTH = 300
+RESULTS_FOLDER = Path(__file__).parents[2] / "eval" / "results"
+PROMPT_TOKENS = 300
 # the model shape of the committed runs
 LLAMA_CONFIG = LlamaConfig(
     vocab_size=128_256,
@@ -42,7 +42,7 @@ def llama_memory_model():
 
 def read_rows(run_name):
     """Return the rows of a committed run."""
-    return read_results(RESULTS / run_name).rows
+    return read_results(RESULTS_FOLDER / run_name).rows
 
 
 @torch.no_grad()
@@ -50,14 +50,14 @@ def read_rows(run_name):
     "model_type", ["llama", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next", "mixtral"]
 )
 def test_estimated_weights_and_cache_equal_real_model(model_type):
-    config = tiny_config(model_type)
+    config = make_tiny_config(model_type)
     memory_model = fits.MemoryModel.from_config(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     assert memory_model.weight_bytes == sum(
         x.nbytes for x in (*model.parameters(), *model.buffers())
     )
     cache = DynamicCache(config=model.config)
-    read_with_cache(model, tokens(1, LENGTH), cache)
+    read_with_cache(model, draw_token_ids(1, PROMPT_TOKENS), cache)
     layers_with_keys = [
         layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)
     ]
@@ -70,7 +70,7 @@ def test_estimated_weights_and_cache_equal_real_model(model_type):
     bytes_of_current_token = sum(
         layer_bytes for layer_bytes, window in memory_model.cache_layers if window
     )
-    actual_bytes = memory_model.estimate_memory(LENGTH, None, fits.DYNAMIC_CACHE).cache_bytes
+    actual_bytes = memory_model.estimate_memory(PROMPT_TOKENS, None, fits.DYNAMIC_CACHE).cache_bytes
     assert expected_bytes > 0 and actual_bytes in (
         expected_bytes,
         expected_bytes + bytes_of_current_token,
@@ -78,22 +78,26 @@ def test_estimated_weights_and_cache_equal_real_model(model_type):
 
 
 def test_estimated_cache_bytes_equal_static_cache(llama_memory_model):
-    cache = StaticCache(config=LLAMA_CONFIG, max_cache_len=LENGTH)
+    cache = StaticCache(config=LLAMA_CONFIG, max_cache_len=PROMPT_TOKENS)
     cache.early_initialization(
         batch_size=1, num_heads=8, head_dim=128, dtype=torch.bfloat16, device="meta"
     )
     cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     for chunk_tokens in (None, 128):
         assert (
-            llama_memory_model.estimate_memory(LENGTH, chunk_tokens, fits.STATIC_CACHE).cache_bytes
+            llama_memory_model.estimate_memory(
+                PROMPT_TOKENS, chunk_tokens, fits.STATIC_CACHE
+            ).cache_bytes
             == cache_bytes
         )
     layer_bytes = cache_bytes / 32
     assert (
-        llama_memory_model.estimate_memory(LENGTH, 128, fits.DYNAMIC_CACHE).cache_bytes
+        llama_memory_model.estimate_memory(PROMPT_TOKENS, 128, fits.DYNAMIC_CACHE).cache_bytes
         == cache_bytes + layer_bytes / 2
     )
-    offloaded_estimate = llama_memory_model.estimate_memory(LENGTH, None, fits.OFFLOADED_CACHE)
+    offloaded_estimate = llama_memory_model.estimate_memory(
+        PROMPT_TOKENS, None, fits.OFFLOADED_CACHE
+    )
     assert (offloaded_estimate.cache_bytes, offloaded_estimate.host_bytes) == (
         2 * layer_bytes,
         cache_bytes,
@@ -148,9 +152,9 @@ def test_longest_prompt_estimate_matches_search_on_small_gpus(
         longest_row = run_rows[-1]
         cache_type = fits.STATIC_CACHE if chunk_tokens else fits.DYNAMIC_CACHE
         assert longest_row["room_gib"] == gpu_gib
-        for tensors_gib in (gpu_gib, gpu_gib - fits.CUDA_GIB):
+        for tensor_limit_gib in (gpu_gib, gpu_gib - fits.CUDA_GIB):
             longest_length = llama_memory_model.find_longest_prompt(
-                tensors_gib * GIB, chunk_tokens or None, cache_type
+                tensor_limit_gib * GIB, chunk_tokens or None, cache_type
             )
             assert longest_length == pytest.approx(longest_row["length"], rel=0.1)
 
@@ -178,7 +182,7 @@ def test_longest_prompt_fits_and_next_step_does_not(llama_memory_model):
 
 def test_model_type_without_meta_support_is_refused():
     with pytest.raises(UsageError, match="model type dbrx cannot be called on torch's meta device"):
-        fits.MemoryModel.from_config(tiny_config("dbrx"))
+        fits.MemoryModel.from_config(make_tiny_config("dbrx"))
 
 
 def test_fits_command_prints_table(tmp_path, capsys):

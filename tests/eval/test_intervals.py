@@ -33,7 +33,9 @@ def test_wilson_interval_by_hand(correct, n, low, high):
     assert wilson_interval(correct, n) == pytest.approx((low, high), abs=1e-6)
 
 
-def compute_difference(num_both, num_only_ours, num_only_base, num_neither, is_swapped=False):
+def compute_paired_difference(
+    num_both, num_only_ours, num_only_base, num_neither, is_swapped=False
+):
     """Return `paired_difference` of two methods, "ours" and "base", from numbers of questions.
 
     Args:
@@ -41,9 +43,13 @@ def compute_difference(num_both, num_only_ours, num_only_base, num_neither, is_s
         num_only_ours, num_only_base: number of questions that only this method answers correctly.
         is_swapped: True for the difference base minus ours.
     """
-    ours = [1] * (num_both + num_only_ours) + [0] * (num_only_base + num_neither)
-    base = [1] * num_both + [0] * num_only_ours + [1] * num_only_base + [0] * num_neither
-    return paired_difference(base, ours) if is_swapped else paired_difference(ours, base)
+    scores_of_ours = [1] * (num_both + num_only_ours) + [0] * (num_only_base + num_neither)
+    scores_of_base = [1] * num_both + [0] * num_only_ours + [1] * num_only_base + [0] * num_neither
+    return (
+        paired_difference(scores_of_base, scores_of_ours)
+        if is_swapped
+        else paired_difference(scores_of_ours, scores_of_base)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,19 +68,19 @@ def compute_difference(num_both, num_only_ours, num_only_base, num_neither, is_s
 def test_paired_difference_by_hand(
     num_both, num_only_ours, num_only_base, num_neither, difference, low, high
 ):
-    result = compute_difference(
+    actual_difference = compute_paired_difference(
         num_both=num_both,
         num_only_ours=num_only_ours,
         num_only_base=num_only_base,
         num_neither=num_neither,
     )
-    assert result == pytest.approx((difference, low, high), abs=2e-6)
+    assert actual_difference == pytest.approx((difference, low, high), abs=2e-6)
 
 
 def test_paired_difference_is_antisymmetric():
-    counts = {"num_both": 11, "num_only_ours": 2, "num_only_base": 5, "num_neither": 3}
-    difference, low, high = compute_difference(**counts)
-    assert compute_difference(**counts, is_swapped=True) == pytest.approx(
+    outcome_counts = {"num_both": 11, "num_only_ours": 2, "num_only_base": 5, "num_neither": 3}
+    difference, low, high = compute_paired_difference(**outcome_counts)
+    assert compute_paired_difference(**outcome_counts, is_swapped=True) == pytest.approx(
         (-difference, -high, -low)
     )
     assert low < difference < high

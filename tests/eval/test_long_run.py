@@ -63,9 +63,9 @@ def test_dry_run_prints_number_of_cases(
         is None
     )
     assert not (tmp_path / "out").exists()
-    (line,) = capsys.readouterr().out.splitlines()
+    (printed_line,) = capsys.readouterr().out.splitlines()
     assert (
-        line
+        printed_line
         == f"{NUM_CASES[command_name]} cases"
         == finished_runs[command_name].printed_text.splitlines()[0]
     )
@@ -76,8 +76,8 @@ def test_dry_run_prints_number_of_cases(
     continue_run(command_options=["--dry-run"])
     assert capsys.readouterr().out == "nothing is left to measure\n"
     # the command with two additional lengths
-    lengths = {"passkey": "400,300,420", "fidelity": "300,400,420"}[command_name]
-    continue_run(command_options=["--dry-run", "--lengths", lengths])
+    extended_lengths = {"passkey": "400,300,420", "fidelity": "300,400,420"}[command_name]
+    continue_run(command_options=["--dry-run", "--lengths", extended_lengths])
     assert (
         capsys.readouterr().out
         == f"{2 * NUM_CASES[command_name]} cases ({NUM_CASES[command_name]} are measured)\n"
@@ -104,15 +104,15 @@ def test_report_renders_from_files_and_contains_command(
         methods="dense,cab",
     )
     settings = results["provenance"]["settings"]
-    contents_before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    file_contents_before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for file_name in ("results.csv", "report.md"):
         (folder / file_name).unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "draw", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch_context:
+        patch_context.setattr(experiment, "draw", lambda *_: None)
         render(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents_before
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == file_contents_before
     command_arguments = to_command_line(settings, experiment.Settings)
-    report = contents_before["report.md"].decode()
+    report = file_contents_before["report.md"].decode()
     assert f"python -m cab_hf.eval {experiment.name} {shlex.join(command_arguments)}" in report
     for config_name, config in settings.get(
         "cab_configs", {"cab": settings.get("cab_config")}
@@ -137,20 +137,20 @@ def raise_out_of_memory(*_):
 def test_matched_method_waits_for_method_out_of_memory(
     model_folder, finished_runs, monkeypatch, tmp_path
 ):
-    original_score = Fidelity.score_reading
+    original_score_reading = Fidelity.score_reading
 
     def raise_out_of_memory_for_cab(self, case, reading, method):
         if case["method"] == "cab":
             raise_out_of_memory()
-        return original_score(self, case, reading, method)
+        return original_score_reading(self, case, reading, method)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Fidelity, "score_reading", raise_out_of_memory_for_cab)
+    with monkeypatch.context() as patch_context:
+        patch_context.setattr(Fidelity, "score_reading", raise_out_of_memory_for_cab)
         # collecting the garbage of a test session takes longer than measuring the cases
-        patch.setattr("cab_hf.eval.long_run.gc.collect", lambda: 0)
+        patch_context.setattr("cab_hf.eval.long_run.gc.collect", lambda: 0)
         results = run_eval_and_read_results("fidelity", model_folder, tmp_path)
     assert {row["method"] for row in results["rows"]} == {"dense"}
-    reason_by_method = {
+    failure_reason_by_method = {
         "cab": OUT_OF_MEMORY,
         "random": "the density to match could not be measured",
     }
@@ -158,19 +158,19 @@ def test_matched_method_waits_for_method_out_of_memory(
         (failed_case["method"], failed_case["why"])
         for failed_case in results["provenance"]["failed"]
     }
-    assert recorded_reasons == set(reason_by_method.items())
-    errors = [sample.get("error") for sample in read_log(tmp_path / "samples.jsonl")[1]]
-    assert sorted(filter(None, errors)) == sorted(8 * [*reason_by_method.values()])
+    assert recorded_reasons == set(failure_reason_by_method.items())
+    sample_errors = [sample.get("error") for sample in read_log(tmp_path / "samples.jsonl")[1]]
+    assert sorted(filter(None, sample_errors)) == sorted(8 * [*failure_reason_by_method.values()])
     resumed_results = run_eval_and_read_results("fidelity", model_folder, tmp_path)
     assert resumed_results["rows"] == finished_runs["fidelity"].results["rows"]
     assert "failed" not in resumed_results["provenance"]
 
 
-def make_experiment(command_name, shard=None, **fields):
+def make_experiment(command_name, shard=None, **setting_fields):
     """Return the experiment of a command with dense, cab and random at one length."""
     experiment = import_experiment(command_name)
     settings = {"device": "cpu", "lengths": (300,), "methods": ("dense", "cab", "random")}
-    return experiment(experiment.Settings(**settings, shard=shard, **fields))
+    return experiment(experiment.Settings(**settings, shard=shard, **setting_fields))
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
@@ -232,14 +232,14 @@ def test_cases_alternate_methods_per_question():
     # cases that need the results of other cases come last
     assert cases[: len(independent_cases)] == independent_cases
     assert {case["method"] for case in cases[len(independent_cases) :]} == {"random"}
-    pairs = list(zip(independent_cases[::2], independent_cases[1::2], strict=True))
+    case_pairs = list(zip(independent_cases[::2], independent_cases[1::2], strict=True))
     assert all(
         (dense_case["method"], cab_case["method"]) == ("dense", "cab")
-        for dense_case, cab_case in pairs
+        for dense_case, cab_case in case_pairs
     )
     assert all(
         experiment.get_question_key(dense_case) == experiment.get_question_key(cab_case)
-        for dense_case, cab_case in pairs
+        for dense_case, cab_case in case_pairs
     )
 
 
@@ -254,11 +254,11 @@ def test_world_size_above_1_is_refused(model_folder, tmp_path, monkeypatch, caps
 def test_merged_shards_equal_one_process(
     run_passkey, finished_runs, monkeypatch, model_folder, tmp_path, capsys
 ):
-    original_answer, methods_that_answered, out = Passkey.generate_answer, [], tmp_path / "out"
+    generate_answer, methods_that_answered, out = Passkey.generate_answer, [], tmp_path / "out"
 
     def record_method_and_answer(self, prompt, method):
         methods_that_answered.append(type(method).name)
-        return original_answer(self, prompt, method)
+        return generate_answer(self, prompt, method)
 
     monkeypatch.setattr(Passkey, "generate_answer", record_method_and_answer)
     # the second run of all shards measures random, which is matched to the density of cab

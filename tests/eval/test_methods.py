@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from rivals import SMALL_BLOCKS_CONFIG, compute_eager_probabilities, random_qk
-from tiny import tiny_model, tokens
+from rivals import SMALL_BLOCKS_CONFIG, compute_eager_probabilities, draw_qk
+from tiny import draw_token_ids, make_tiny_model
 from transformers import GenerationConfig
 
 from cab_hf.eval import methods
@@ -15,19 +15,21 @@ from cab_hf.eval.teacher_forcing import predict_after_prompt
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-LENGTH = 600
-CELL = Cell(SMALL_BLOCKS_CONFIG, 0.4, LENGTH)
-# the same cell for top-p methods and a model of two layers. The realised density of a config is
-# the number after the colon in the name of its predictor
-TOP_P_CELL = replace(
-    CELL, measure_density=lambda config: float(config.predictor.partition(":")[2]), num_layers=2
+PROMPT_TOKENS = 600
+FIT_CONDITIONS = Cell(SMALL_BLOCKS_CONFIG, 0.4, PROMPT_TOKENS)
+# the same conditions for top-p methods and a model of two layers. The realised density of a config
+# is the number after the colon in the name of its predictor
+TOP_P_FIT_CONDITIONS = replace(
+    FIT_CONDITIONS,
+    measure_density=lambda config: float(config.predictor.partition(":")[2]),
+    num_layers=2,
 )
 MATCHED_METHODS = [name for name, method in METHODS.items() if method.is_budget_matched]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(num_hidden_layers=2)
+    return make_tiny_model(num_hidden_layers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def lower_minimum_of_flexprefill(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ids():
-    return tokens(1, LENGTH)
+    return draw_token_ids(1, PROMPT_TOKENS)
 
 
 @torch.no_grad()
@@ -52,7 +54,7 @@ def generate(model, ids, num_tokens=4):
     return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config)
 
 
-class Decoding:
+class SimulatedDecode:
     """One attention layer that computes a prompt and decode steps by an eviction method.
 
     Attributes:
@@ -68,21 +70,23 @@ class Decoding:
     def __init__(self, method, num_prompt_tokens, num_steps):
         self.method, self.num_prompt_tokens, self.num_steps = method, num_prompt_tokens, num_steps
         self.kept, self.shares, self.module = {}, {}, torch.nn.Module()
-        self.q, self.k = random_qk(num_prompt_tokens + num_steps)
-        self.v = random_qk(num_prompt_tokens + num_steps, seed=1)[1]
+        self.q, self.k = draw_qk(num_prompt_tokens + num_steps)
+        self.v = draw_qk(num_prompt_tokens + num_steps, seed=1)[1]
         self.out = self.attend(slice(num_prompt_tokens), num_prompt_tokens)
         q, k = self.q[:, :, :num_prompt_tokens], self.k[:, :, :num_prompt_tokens]
         self.probabilities = compute_eager_probabilities(q, k, 0.25)
         assert self.shares == {self.module: min(1, method.num_kept_tokens / num_prompt_tokens)}
 
-    def attend(self, queries, num_keys):
+    def attend(self, query_slice, num_keys):
         """Return the method's output for a slice of queries over the first ``num_keys`` keys."""
         k, v = self.k[:, :, :num_keys], self.v[:, :, :num_keys]
-        attend = partial(self.method.attend, self.kept, self.shares)
-        out, _ = attend(self.module, self.q[:, :, queries], k, v, attention_mask=None, scaling=0.25)
+        attend_with_eviction = partial(self.method.attend, self.kept, self.shares)
+        out, _ = attend_with_eviction(
+            self.module, self.q[:, :, query_slice], k, v, attention_mask=None, scaling=0.25
+        )
         return out
 
-    def check_steps(self, cached_positions, update_positions):
+    def check_decode_steps(self, cached_positions, update_positions):
         """Compare every decode step with attention over the keys that are still in the cache.
 
         Args:
@@ -106,7 +110,7 @@ class Decoding:
 def test_h2o_evicts_keys_with_least_attention():
     """The expected keys of each KV head are computed from complete attention probabilities."""
     num_kept_tokens, num_prompt_tokens = 11, 40
-    decoding = Decoding(caches.H2O(num_kept_tokens), num_prompt_tokens, num_steps=12)
+    decoding = SimulatedDecode(caches.H2O(num_kept_tokens), num_prompt_tokens, num_steps=12)
     received_mass = decoding.probabilities.sum(2).unflatten(1, (2, 3)).sum(2)[0].tolist()
 
     def evict_to_budget(head, cached_positions):
@@ -121,7 +125,7 @@ def test_h2o_evicts_keys_with_least_attention():
             received_mass[head][position] += mass
         return evict_to_budget(head, positions)
 
-    decoding.check_steps(
+    decoding.check_decode_steps(
         [evict_to_budget(head, list(range(num_prompt_tokens))) for head in range(2)],
         add_mass_and_evict,
     )
@@ -130,7 +134,7 @@ def test_h2o_evicts_keys_with_least_attention():
 @pytest.mark.parametrize(("num_kept_tokens", "num_prompt_tokens"), [(45, 100), (20, 100), (90, 40)])
 def test_snapkv_keeps_keys_attended_by_prompt_end(num_kept_tokens, num_prompt_tokens):
     """The expected keys of each KV head are computed from complete attention probabilities."""
-    decoding = Decoding(caches.SnapKV(num_kept_tokens), num_prompt_tokens, num_steps=3)
+    decoding = SimulatedDecode(caches.SnapKV(num_kept_tokens), num_prompt_tokens, num_steps=3)
     expected = decoding.probabilities @ decoding.v[:, :, :num_prompt_tokens].repeat_interleave(
         3, dim=1
     )
@@ -157,12 +161,12 @@ def test_snapkv_keeps_keys_attended_by_prompt_end(num_kept_tokens, num_prompt_to
             ]
         )
     # SnapKV evicts no decoded tokens
-    decoding.check_steps(cached_positions, lambda head, positions, weights: positions)
+    decoding.check_decode_steps(cached_positions, lambda head, positions, weights: positions)
 
 
 @pytest.mark.parametrize(
     ("method", "num_sinks", "num_kept_tokens"),
-    [(caches.StreamingCache(50), 4, 50), (caches.StreamingCache(LENGTH), 0, LENGTH)],
+    [(caches.StreamingCache(50), 4, 50), (caches.StreamingCache(PROMPT_TOKENS), 0, PROMPT_TOKENS)],
     ids=["after a dense prefill", "all keys"],
 )
 def test_streaming_decode_attends_to_sinks_and_window(
@@ -173,7 +177,7 @@ def test_streaming_decode_attends_to_sinks_and_window(
         step_logits = predict_after_prompt(
             model, ids, num_prompt_tokens, cache=method.make_cache(model)
         )
-    query, key = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    query, key = torch.arange(PROMPT_TOKENS)[:, None], torch.arange(PROMPT_TOKENS)
     is_kept = (
         (key < num_sinks)
         | (key >= query - (num_kept_tokens - num_sinks))
@@ -187,14 +191,14 @@ def test_streaming_decode_attends_to_sinks_and_window(
 
 
 def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
-    streaming_method = methods.Streaming.fit(replace(CELL, budget=0.2))
+    streaming_method = methods.Streaming.fit(replace(FIT_CONDITIONS, budget=0.2))
     cache = streaming_method.make_cache(model)
     with streaming_method.apply_to(model):
         predict_after_prompt(model, ids, 560, cache=cache)
     num_kept_tokens = (streaming_method.config.local_blocks + 1) * streaming_method.config.key_block
     assert {layer.keys.shape[2] for layer in cache.layers} == {num_kept_tokens}
     # `predict_after_prompt` does not pass the last token to the model
-    assert cache.get_seq_length() == LENGTH - 1
+    assert cache.get_seq_length() == PROMPT_TOKENS - 1
 
 
 def test_step_tokens_count_index_bytes(model):
@@ -205,21 +209,24 @@ def test_step_tokens_count_index_bytes(model):
         cache = sparse_method.make_cache(model)
         model(torch.zeros(1, 3, dtype=torch.long), past_key_values=cache)
     index = cache.layers[0].index
-    index_share = index.nbytes / index.scales.numel() / (2 * 16 * 4)
-    assert sparse_method.count_step_tokens(model, LENGTH) == 128 + LENGTH * index_share
+    index_to_kv_bytes_ratio = index.nbytes / index.scales.numel() / (2 * 16 * 4)
+    assert (
+        sparse_method.count_step_tokens(model, PROMPT_TOKENS)
+        == 128 + PROMPT_TOKENS * index_to_kv_bytes_ratio
+    )
     # a sequence below 4 * decode_tokens is decoded densely
     assert sparse_method.count_step_tokens(model, 511) == 511
     share_budget_method = methods.Cab(config.changed(decode_tokens=0.1))
-    assert share_budget_method.count_step_tokens(model, LENGTH) == pytest.approx(
-        60 + LENGTH * index_share
+    assert share_budget_method.count_step_tokens(model, PROMPT_TOKENS) == pytest.approx(
+        60 + PROMPT_TOKENS * index_to_kv_bytes_ratio
     )
     one_dense_layer_method = methods.Cab(config.changed(dense_layers=(1,)))
-    step_tokens_by_layer = 128 + LENGTH * index_share, LENGTH
-    assert one_dense_layer_method.count_step_tokens(model, LENGTH) == pytest.approx(
+    step_tokens_by_layer = 128 + PROMPT_TOKENS * index_to_kv_bytes_ratio, PROMPT_TOKENS
+    assert one_dense_layer_method.count_step_tokens(model, PROMPT_TOKENS) == pytest.approx(
         sum(step_tokens_by_layer) / 2
     )
-    assert methods.Cab(SMALL_BLOCKS_CONFIG).count_step_tokens(model, LENGTH) == LENGTH
-    assert caches.H2O(50).count_step_tokens(model, LENGTH) == 50
+    assert methods.Cab(SMALL_BLOCKS_CONFIG).count_step_tokens(model, PROMPT_TOKENS) == PROMPT_TOKENS
+    assert caches.H2O(50).count_step_tokens(model, PROMPT_TOKENS) == 50
 
 
 EVICTION_METHODS = [name for name, method in METHODS.items() if method.has_dense_prefill]
@@ -229,10 +236,10 @@ EVICTION_METHODS = [name for name, method in METHODS.items() if method.has_dense
 def test_eviction_cache_has_dense_prefill_and_sparse_decode(method_name, model, ids):
     logits_before = compute_logits(model, ids)
     dense_answer = generate(model, ids)
-    with METHODS[method_name](2 * LENGTH).apply_to(model):
+    with METHODS[method_name](2 * PROMPT_TOKENS).apply_to(model):
         torch.testing.assert_close(compute_logits(model, ids), logits_before, atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(model, ids), dense_answer)
-    first_token = dense_answer[:, LENGTH : LENGTH + 1]
+    first_token = dense_answer[:, PROMPT_TOKENS : PROMPT_TOKENS + 1]
 
     def compute_second_token_logits():
         cache = model(ids, use_cache=True).past_key_values
@@ -259,7 +266,7 @@ def test_eviction_cache_with_padding_or_chunks_raises(method_name, model, ids):
 def test_fp8_without_torchao_raises(monkeypatch):
     monkeypatch.setattr(base, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="torchao is not installed"):
-        METHODS["fp8"].fit(CELL)
+        METHODS["fp8"].fit(FIT_CONDITIONS)
 
 
 @pytest.mark.parametrize("method_name", METHODS)
@@ -267,7 +274,7 @@ def test_method_restores_model_after_error(method_name, model, ids, halve_weight
     logits_before = compute_logits(model, ids)
     with (
         pytest.raises(RuntimeError, match="in the middle"),
-        METHODS[method_name].fit(TOP_P_CELL).apply_to(model) as densities,
+        METHODS[method_name].fit(TOP_P_FIT_CONDITIONS).apply_to(model) as densities,
     ):
         generate(model, ids)
         assert densities()
@@ -283,30 +290,36 @@ def test_matched_method_reaches_budget(method_name, model, ids):
     # the published recipe has blocks of 64 tokens, so its density has coarser steps
     tolerance = 0.06 if method_name == "published" else 0.03
     # dense tail rows would exceed the budget of such a short sequence
-    cell = replace(CELL, config=replace(CELL.config, dense_tail_blocks=0), budget=budget)
-    cell = replace(cell, measure_density=methods.make_density_measure(model, ids[0].tolist()))
-    with METHODS[method_name].fit(cell).apply_to(model) as densities:
+    fit_conditions = replace(
+        FIT_CONDITIONS, config=replace(FIT_CONDITIONS.config, dense_tail_blocks=0), budget=budget
+    )
+    fit_conditions = replace(
+        fit_conditions, measure_density=methods.make_density_measure(model, ids[0].tolist())
+    )
+    with METHODS[method_name].fit(fit_conditions).apply_to(model) as densities:
         compute_logits(model, ids)
         assert densities() == pytest.approx([budget] * 2, abs=tolerance)
     with pytest.raises(ValueError, match="budget"):
-        METHODS[method_name].fit(replace(TOP_P_CELL, budget=None))
+        METHODS[method_name].fit(replace(TOP_P_FIT_CONDITIONS, budget=None))
 
 
 @pytest.mark.parametrize("method_name", ["xattention_fitted", "flexprefill_fitted", "mean_pooled"])
 def test_fitted_share_is_restored_from_log(method_name):
-    config = METHODS[method_name].fit(TOP_P_CELL).config
+    config = METHODS[method_name].fit(TOP_P_FIT_CONDITIONS).config
     predictor = method_name.removesuffix("_fitted")
     assert config.predictor == f"{predictor}:0.4"
     assert blocks.logged_config(config.to_dict()) == config
     assert blocks.logged_config({**config.to_dict(), "predictor": predictor}).predictor == predictor
     with pytest.raises(ValueError, match=f"cell must measure the density .* {method_name}, got"):
-        METHODS[method_name].fit(CELL)
+        METHODS[method_name].fit(FIT_CONDITIONS)
 
 
 @pytest.mark.parametrize("method_name", METHODS)
 def test_dense_tail_applies_to_methods_matched_by_blocks(method_name, halve_weights_for_fp8):
-    cell = replace(TOP_P_CELL, config=replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=3))
-    config = getattr(METHODS[method_name].fit(cell), "config", None)
+    fit_conditions = replace(
+        TOP_P_FIT_CONDITIONS, config=replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=3)
+    )
+    config = getattr(METHODS[method_name].fit(fit_conditions), "config", None)
     if config is None or method_name == "trianglemix":  # TriangleMix has its own last queries
         return
     methods_without_tail = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
@@ -316,14 +329,14 @@ def test_dense_tail_applies_to_methods_matched_by_blocks(method_name, halve_weig
 def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     monkeypatch.setattr(blocks, "TRIANGLE_WINDOW_TOKENS", 70)
     monkeypatch.setattr(blocks, "TRIANGLE_LAST_QUERIES", 40)
-    method = blocks.TriangleMix.fit(TOP_P_CELL)
+    method = blocks.TriangleMix.fit(TOP_P_FIT_CONDITIONS)
     assert method.config.dense_layers == (0,)
     with method.apply_to(model) as densities:
         compute_logits(model, ids)
         first_density, second_density = densities()
     assert first_density is None and 0 < second_density < 1
     layer_context = LayerContext(KeyRanges.causal(1, 320, 320, "cpu"), 0.25, layer=1)
-    plan = make_predictor(method.config)(*random_qk(320), layer_context)
+    plan = make_predictor(method.config)(*draw_qk(320), layer_context)
     query_block, key_block = torch.arange(10)[:, None], torch.arange(20)
     # the windows of 70 tokens of the queries in a 32-query block cover seven blocks of 16 keys. The
     # last 40 queries are in two query blocks
@@ -335,14 +348,16 @@ def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     is_selected = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
     assert is_selected[is_in_window].all()
     # the method adds the dense_layers of the config to its own
-    cell = replace(TOP_P_CELL, config=replace(SMALL_BLOCKS_CONFIG, dense_layers=(5,)), num_layers=7)
-    assert blocks.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
+    fit_conditions = replace(
+        TOP_P_FIT_CONDITIONS, config=replace(SMALL_BLOCKS_CONFIG, dense_layers=(5,)), num_layers=7
+    )
+    assert blocks.TriangleMix.fit(fit_conditions).config.dense_layers == (0, 1, 2, 5)
     with pytest.raises(ValueError, match="cell must contain the number of layers"):
-        blocks.TriangleMix.fit(CELL)
+        blocks.TriangleMix.fit(FIT_CONDITIONS)
 
 
 def test_densities_are_reset_per_sample(model, ids):
-    with METHODS["random"].fit(CELL).apply_to(model) as densities:
+    with METHODS["random"].fit(FIT_CONDITIONS).apply_to(model) as densities:
         compute_logits(model, ids)
         first_densities = densities()
         compute_logits(model, ids)

@@ -13,12 +13,12 @@ from cab_hf.eval import __main__, charts, experiment, page, readme, report, resu
 from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.report import markdown_table
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
+RESULTS_FOLDER = Path(__file__).parents[2] / "eval" / "results"
 # text with special characters of HTML and Markdown
 TEXT_WITH_MARKUP = 'a <b>, c & d | "e" <script>alert(1)</script> ![x](https://host/x.png)'
 
 
-def find_groups(pattern, text):
+def find_regex_groups(pattern, text):
     """Return the group of every match of ``pattern``, with HTML entities decoded."""
     return [unescape(group) for group in re.findall(pattern, text, re.DOTALL)]
 
@@ -72,18 +72,18 @@ def render_folders(*result_folders):
 @pytest.fixture(scope="module")
 def committed_page():
     """Return the page of all committed results."""
-    return render_folders(RESULTS)
+    return render_folders(RESULTS_FOLDER)
 
 
 def test_section_has_report_parts_and_escapes_html(result_folder):
     html = render_folders(result_folder)
-    assert find_groups("<h2><a[^>]*>(.*?)</a></h2>", html) == ["Told <i>: told"]
-    assert find_groups("<summary>(.*?)</summary>", html) == [
+    assert find_regex_groups("<h2><a[^>]*>(.*?)</a></h2>", html) == ["Told <i>: told"]
+    assert find_regex_groups("<summary>(.*?)</summary>", html) == [
         "Others & more",
         "Notes",
         "Versions and config",
     ]
-    assert find_groups("<p>(It says.*?)</p>", html) == [
+    assert find_regex_groups("<p>(It says.*?)</p>", html) == [
         f"It says {TEXT_WITH_MARKUP.replace('![x](https://host/x.png)', '')}"
         '!<a href="https://host/x.png">x</a>.'
     ]
@@ -95,46 +95,53 @@ def test_section_has_report_parts_and_escapes_html(result_folder):
 
 
 def test_page_links_sections_and_loads_no_external_resource(committed_page):
-    links = find_groups(r'href="#([^"]+)"', committed_page)
-    section_names = [path.parent.name for path in RESULTS.glob("*/results.json*")]
+    links = find_regex_groups(r'href="#([^"]+)"', committed_page)
+    section_names = [path.parent.name for path in RESULTS_FOLDER.glob("*/results.json*")]
     # per section: a link in the contents, a link in the heading and a link to the top
     assert sorted(links) == sorted([*section_names, *section_names, *["top"] * len(section_names)])
-    assert sorted(find_groups(r'<section id="([^"]+)"', committed_page)) == sorted(section_names)
+    assert sorted(find_regex_groups(r'<section id="([^"]+)"', committed_page)) == sorted(
+        section_names
+    )
     loading_tags = {"script", "link", "iframe", "object", "embed", "base", "video"}
     assert not loading_tags & set(re.findall(r"<(\w+)", committed_page))
-    sources = re.findall(r'\ssrc\s*=\s*"(.{22})', committed_page)
-    assert sources and set(sources) == {"data:image/png;base64,"}
-    assert not any(word in committed_page for word in ("srcset", "url(", "@import"))
-    (policy,) = find_groups(r'http-equiv="[^"]+" content="([^"]+)"', committed_page)
-    assert policy.startswith("default-src 'none'; img-src data:;")
+    source_prefixes = re.findall(r'\ssrc\s*=\s*"(.{22})', committed_page)
+    assert source_prefixes and set(source_prefixes) == {"data:image/png;base64,"}
+    assert not any(loading_text in committed_page for loading_text in ("srcset", "url(", "@import"))
+    (security_policy,) = find_regex_groups(r'http-equiv="[^"]+" content="([^"]+)"', committed_page)
+    assert security_policy.startswith("default-src 'none'; img-src data:;")
 
 
 @pytest.mark.parametrize("folder_name", ["speed-ttft", "families", "smollm2-8192-1key"])
 def test_section_equals_report_with_figure_and_command(folder_name):
-    report_text = (RESULTS / folder_name / "report.md").read_text()
+    report_text = (RESULTS_FOLDER / folder_name / "report.md").read_text()
     result, html = (
-        result_folders.read_results(RESULTS / folder_name),
-        render_folders(RESULTS / folder_name),
+        result_folders.read_results(RESULTS_FOLDER / folder_name),
+        render_folders(RESULTS_FOLDER / folder_name),
     )
-    lines = [line for line in report_text.splitlines() if line.startswith("| ")]
-    rows = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if "| --- |" not in line]
+    table_lines = [line for line in report_text.splitlines() if line.startswith("| ")]
+    report_rows = [
+        re.split(r" (?<!\\)\| ", line[2:-2]) for line in table_lines if "| --- |" not in line
+    ]
     # the page shows cells without Markdown
-    plain_rows = [[re.sub(r"\\(\|)|`|\*\*", r"\1", cell) for cell in row] for row in rows]
-    cells = find_groups(r"<t[hd][ >](.*?)</t[hd]>", html)
-    cells = [re.sub(r"^[^<>]*\">|^>?|<[^>]+>", "", cell) for cell in cells]
-    assert cells == [cell for row in plain_rows for cell in row]
-    assert find_groups(r"<h2><a[^>]*>(.*?)</a></h2>", html) == [readme.format_heading(result)]
+    rows_without_markdown = [
+        [re.sub(r"\\(\|)|`|\*\*", r"\1", cell) for cell in row] for row in report_rows
+    ]
+    html_cells = find_regex_groups(r"<t[hd][ >](.*?)</t[hd]>", html)
+    html_cells = [re.sub(r"^[^<>]*\">|^>?|<[^>]+>", "", cell) for cell in html_cells]
+    assert html_cells == [cell for row in rows_without_markdown for cell in row]
+    assert find_regex_groups(r"<h2><a[^>]*>(.*?)</a></h2>", html) == [readme.format_heading(result)]
     headings = re.findall("^## (.+)$", report_text, re.MULTILINE)
-    assert find_groups(r"<summary>(.*?)</summary>", html)[: len(headings)] == headings
+    assert find_regex_groups(r"<summary>(.*?)</summary>", html)[: len(headings)] == headings
     ((alternative_text, encoded_figure),) = re.findall(
         r'<img alt="([^"]+)" src="[^,]+,([^"]+)">', html
     )
     assert (
-        base64.b64decode(encoded_figure) == (RESULTS / folder_name / "figure.png").read_bytes()
+        base64.b64decode(encoded_figure)
+        == (RESULTS_FOLDER / folder_name / "figure.png").read_bytes()
         and alternative_text
     )
     command = experiment.format_command(result.experiment_class, result.provenance["settings"])
-    (figure_caption,) = find_groups(r"<figcaption>(.*?)</figcaption>", html)
+    (figure_caption,) = find_regex_groups(r"<figcaption>(.*?)</figcaption>", html)
     figure_caption = re.sub("<[^>]+>", "", figure_caption).strip()
     assert figure_caption == f"{result.experiment_class.caption}\n{command.strip('`').strip()}"
 
@@ -152,10 +159,10 @@ def test_folders_are_deduplicated_and_named_by_path(result_folder, tmp_path):
         {str(result_folder), str(tmp_path / "more" / "told")},
     )
     assert {result.name for result in results} == expected_names
-    assert set(find_groups(r"<h2><a[^>]*>(.*?)</a>", html)) == {
+    assert set(find_regex_groups(r"<h2><a[^>]*>(.*?)</a>", html)) == {
         f"Told <i>: {name}" for name in expected_names
     }
-    assert len(set(find_groups(r'<section id="([^"]+)"', html))) == 2
+    assert len(set(find_regex_groups(r'<section id="([^"]+)"', html))) == 2
 
 
 def run_report_command(capsys, *arguments):

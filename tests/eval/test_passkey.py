@@ -17,7 +17,7 @@ from cab_hf.experiment.log import read_log
 from cab_hf.ops import decode
 from cab_hf.ops.decode.reference import LOCAL_TOKENS, SINK_TOKENS
 
-LENGTH = 400
+PROMPT_TOKENS = 400
 MATCHED_METHODS = ["published", "streaming", "random", "antidiagonal", "oracle", "h2o"]
 
 
@@ -29,9 +29,9 @@ def tokenizer():
 @pytest.fixture
 def text_file(tmp_path):
     """Return the path of a text file."""
-    file = tmp_path / "book.txt"
-    file.write_text(PROSE_TEXT)
-    return file
+    prose_file = tmp_path / "book.txt"
+    prose_file.write_text(PROSE_TEXT)
+    return prose_file
 
 
 @pytest.mark.parametrize("num_keys", [1, 4])
@@ -47,17 +47,17 @@ def test_prompt_has_needle_at_depth_and_fits_length(
         prompt = haystack.make_prompt(length, depth, index=0)
         # the prompt is shorter than the length by less than a word, which has at most five tokens
         assert length - 5 < len(prompt.tokens) <= length
-        start, end = prompt.needle_span
-        needle = tokenizer.decode(prompt.tokens[start:end]).replace(" ", "")
+        needle_start, needle_end = prompt.needle_span
+        needle = tokenizer.decode(prompt.tokens[needle_start:needle_end]).replace(" ", "")
         assert needle.startswith("Thepasskey")
         assert needle.count(prompt.key) == 2
         # the text is between instruction and question; other needles shift the depth slightly
-        text_tokens = length - 40 * num_keys
-        tolerance = (20 + 30 * num_keys) / text_tokens
-        assert start / text_tokens == pytest.approx(depth, abs=tolerance)
+        num_filler_tokens = length - 40 * num_keys
+        depth_tolerance = (20 + 30 * num_keys) / num_filler_tokens
+        assert needle_start / num_filler_tokens == pytest.approx(depth, abs=depth_tolerance)
         question = tokenizer.decode(prompt.tokens[prompt.question_start :]).replace(" ", "")
         assert question.startswith("Whatisthepasskey")
-        assert prompt.question_start >= end
+        assert prompt.question_start >= needle_end
 
 
 def test_needles_are_at_sentence_borders(tokenizer):
@@ -102,11 +102,13 @@ def test_hide_needle_removes_keys_only(tokenizer):
 
 def test_keys_are_distinct_from_distractors(tokenizer):
     haystack = Haystack(tokenizer, "distractors", num_keys=8)
-    text = tokenizer.decode(haystack.make_prompt(1200, 0.5, 0).tokens).replace(" ", "")
-    counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.PERSON_NAMES)
+    prompt_text = tokenizer.decode(haystack.make_prompt(1200, 0.5, 0).tokens).replace(" ", "")
+    sorted_name_counts = sorted(
+        prompt_text.count(f"passkeyfor{name}is") for name in needles.PERSON_NAMES
+    )
     # each of 8 names occurs in its needle; the name of the asked key also starts the answer
-    assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
-    assert "number" in text
+    assert sorted_name_counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
+    assert "number" in prompt_text
 
 
 def test_sentences_keep_their_quotes():
@@ -142,7 +144,12 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == [*methods, "full", "no_needle"]
     for row in rows.values():
-        assert (row["length"], row["keys"], row["n"], row["stage"]) == (LENGTH, 1, 3, "prefill")
+        assert (row["length"], row["keys"], row["n"], row["stage"]) == (
+            PROMPT_TOKENS,
+            1,
+            3,
+            "prefill",
+        )
         assert row["low"] <= row["accuracy"] <= row["high"]
     assert rows["full"]["same"] == 3
     assert rows["full"]["density"] == rows["dense"]["density"] == 1.0
@@ -165,11 +172,11 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
 
 
 def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
-    choices, attend = [], decode.attend
+    decode_choices, original_attend = [], decode.attend
 
     def record_choice_and_attend(q, k, v, choice, **options):
-        choices.append(choice)
-        return attend(q, k, v, choice, **options)
+        decode_choices.append(choice)
+        return original_attend(q, k, v, choice, **options)
 
     monkeypatch.setattr(decode, "attend", record_choice_and_attend)
     for stage in ("prefill", "both"):
@@ -183,17 +190,17 @@ def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
             methods="cab,random,streaming",
         )
         # each step has one call for each of the two layers
-        assert bool(choices) == (stage == "both") and len(choices) % 2 == 0
+        assert bool(decode_choices) == (stage == "both") and len(decode_choices) % 2 == 0
     # an eighth of this short sequence has fewer keys than the sinks and local tokens together
-    num_keys = torch.cat([choice.counts.flatten() for choice in choices])
-    assert LENGTH // 8 < SINK_TOKENS + LOCAL_TOKENS and set(num_keys.tolist()) == {
+    num_keys = torch.cat([choice.counts.flatten() for choice in decode_choices])
+    assert PROMPT_TOKENS // 8 < SINK_TOKENS + LOCAL_TOKENS and set(num_keys.tolist()) == {
         SINK_TOKENS + LOCAL_TOKENS
     }
     assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
     table_lines = Passkey.tables(results["rows"])["Accuracy"].splitlines()[2:]
-    decoding_cells = [line.strip("| ").split(" | ")[-1] for line in table_lines]
+    decoding_column = [line.strip("| ").split(" | ")[-1] for line in table_lines]
     # the lines are those of cab, streaming and random
-    assert decoding_cells == ["sparsely", "sinks and window", "densely"]
+    assert decoding_column == ["sparsely", "sinks and window", "densely"]
 
 
 # fields of a model's generation config, all of which passkey replaces
@@ -221,16 +228,16 @@ GENERATION_FIELDS = {
 
 @pytest.fixture(scope="module")
 def run_and_read_answers(model_folder, tmp_path_factory):
-    """Return a function that runs passkey with fields in the model's generation config.
+    """Return a function that runs passkey with fields added to the model's generation config.
 
     The function returns the model's answers.
     """
 
-    def run_and_read_answers(**fields):
+    def run_and_read_answers(**generation_fields):
         copied_model_folder = shutil.copytree(
             model_folder, tmp_path_factory.mktemp("own") / "model"
         )
-        generation_config = {"eos_token_id": 1, "pad_token_id": 1, **fields}
+        generation_config = {"eos_token_id": 1, "pad_token_id": 1, **generation_fields}
         (copied_model_folder / "generation_config.json").write_text(json.dumps(generation_config))
         run_eval_and_read_results(
             "passkey", copied_model_folder, copied_model_folder.parent / "run", methods="dense"
@@ -249,16 +256,16 @@ def default_answers(run_and_read_answers):
     return run_and_read_answers()
 
 
-@pytest.mark.parametrize("fields", GENERATION_FIELDS.values(), ids=GENERATION_FIELDS)
+@pytest.mark.parametrize("generation_fields", GENERATION_FIELDS.values(), ids=GENERATION_FIELDS)
 def test_generation_config_does_not_change_greedy_answers(
-    run_and_read_answers, default_answers, fields
+    run_and_read_answers, default_answers, generation_fields
 ):
-    assert run_and_read_answers(**fields) == default_answers and all(default_answers)
+    assert run_and_read_answers(**generation_fields) == default_answers and all(default_answers)
 
 
 def test_interrupted_greedy_generation_restores_config(model_folder):
     model, _ = models.load_model(str(model_folder), "cpu", "float32")
     original_config = model.generation_config
-    with pytest.raises(KeyboardInterrupt), models.greedy_generation(model, 8):
+    with pytest.raises(KeyboardInterrupt), models.use_greedy_generation(model, 8):
         raise KeyboardInterrupt
     assert model.generation_config is original_config

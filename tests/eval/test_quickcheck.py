@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SMALL_BLOCKS_CONFIG, tiny_model, tokens
+from tiny import SMALL_BLOCKS_CONFIG, draw_token_ids, make_tiny_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from words import PROSE_TEXT, make_tokenizer
@@ -43,7 +43,7 @@ from cab_hf.eval.quickcheck.measure import (
 )
 from cab_hf.experiment.settings import UsageError, read_settings
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES_FOLDER = Path(__file__).parents[2] / "examples"
 # the first threshold of a search
 START_THRESHOLD = 0.0027
 # the KL to reach, in nats per token
@@ -52,10 +52,10 @@ CAB_OPTIONS = ("--cab", "query_block=32", "--cab", "key_block=32")
 MODEL_COST = Cost(num_parameters=1e8, attention_channels=2e4)
 
 
-def make_kl_row(length, threshold, kl, index=0, method=CAB):
+def make_kl_row(length, threshold, kl, document_index=0, method=CAB):
     """Return a log row of a measured KL of ``kl`` nats per token over 10 tokens."""
     return {
-        **Step(KL, length, method, threshold, index=index).fields,
+        **Step(KL, length, method, threshold, index=document_index).row_fields,
         **{"kl": kl * 10, "count": 10, "densities": [0.5, None]},
         "pass_seconds": {method: 1.0},
     }
@@ -64,7 +64,7 @@ def make_kl_row(length, threshold, kl, index=0, method=CAB):
 def make_time_row(length, threshold, dense_ms, cab_ms):
     """Return a log row of the measured time to the first token, dense and by CAB."""
     return {
-        **Step(TTFT, length, CAB, threshold).fields,
+        **Step(TTFT, length, CAB, threshold).row_fields,
         **{"dense_ms": dense_ms, "cab_ms": cab_ms, "kernel": "sdpa", "densities": [0.25, None]},
         **{"dense_peak_gib": 2.0, "cab_peak_gib": 2.5},
         "pass_seconds": {DENSE: dense_ms / 1000, CAB: cab_ms / 1000},
@@ -73,24 +73,24 @@ def make_time_row(length, threshold, dense_ms, cab_ms):
 
 def make_recall_row(length, method, threshold, is_key_right):
     """Return a log row of a recall measurement; ``is_key_right`` has a bool for each key."""
-    step_fields = Step(RECALL, length, method, threshold).fields
+    step_fields = Step(RECALL, length, method, threshold).row_fields
     return {**step_fields, "right": is_key_right, "pass_seconds": {method: 1.0}}
 
 
 @pytest.mark.parametrize("target_kl", [0.002, 0.01, 0.02, 0.09])
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
 def test_search_finds_threshold_of_power_law(target_kl, slope):
-    points = [KlPoint(START_THRESHOLD, 0.02)]
-    while (threshold := advice.choose_next_threshold(sorted(points), target_kl)) is not None:
-        points.append(KlPoint(threshold, 0.02 * (threshold / START_THRESHOLD) ** slope))
-        assert len(points) <= advice.MAX_KL_POINTS
-    chosen_threshold = advice.choose_threshold(points, target_kl)
-    kl = dict(points)[chosen_threshold]
+    kl_points = [KlPoint(START_THRESHOLD, 0.02)]
+    while (threshold := advice.choose_next_threshold(sorted(kl_points), target_kl)) is not None:
+        kl_points.append(KlPoint(threshold, 0.02 * (threshold / START_THRESHOLD) ** slope))
+        assert len(kl_points) <= advice.MAX_KL_POINTS
+    chosen_threshold = advice.choose_threshold(kl_points, target_kl)
+    kl = dict(kl_points)[chosen_threshold]
     assert 0.5 * target_kl <= kl <= target_kl
 
 
 @pytest.mark.parametrize(
-    ("points", "expected"),
+    ("thresholds_and_kls", "expected"),
     [
         ([], None),
         # the KL is close enough to the target
@@ -106,19 +106,19 @@ def test_search_finds_threshold_of_power_law(target_kl, slope):
         ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.7), (0.4, 0.8), (0.5, 0.9)], None),
     ],
 )
-def test_next_threshold_by_hand(points, expected):
-    measured_points = [KlPoint(threshold, kl) for threshold, kl in points]
-    assert advice.choose_next_threshold(measured_points, TARGET_KL) == expected
+def test_next_threshold_by_hand(thresholds_and_kls, expected):
+    kl_points = [KlPoint(threshold, kl) for threshold, kl in thresholds_and_kls]
+    assert advice.choose_next_threshold(kl_points, TARGET_KL) == expected
 
 
 def test_unreachable_target_selects_threshold_with_least_kl():
-    points = [KlPoint(0.001, 0.03), KlPoint(0.002, 0.05)]
-    assert advice.choose_threshold(points, TARGET_KL) == 0.001
-    assert advice.choose_threshold([*points, KlPoint(0.0005, 0.01)], TARGET_KL) == 0.0005
+    kl_points = [KlPoint(0.001, 0.03), KlPoint(0.002, 0.05)]
+    assert advice.choose_threshold(kl_points, TARGET_KL) == 0.001
+    assert advice.choose_threshold([*kl_points, KlPoint(0.0005, 0.01)], TARGET_KL) == 0.0005
 
 
 def test_threshold_needs_kl_of_all_documents():
-    rows = [make_kl_row(8192, START_THRESHOLD, 0.01, index) for index in (0, 1)]
+    rows = [make_kl_row(8192, START_THRESHOLD, 0.01, document_index) for document_index in (0, 1)]
     rows += [make_kl_row(8192, 0.005, 0.02, 0)]
     assert advice.list_kl_points(rows, 8192, START_THRESHOLD) == [
         (START_THRESHOLD, pytest.approx(0.01))
@@ -128,7 +128,7 @@ def test_threshold_needs_kl_of_all_documents():
 
 
 @pytest.mark.parametrize(
-    ("speedups", "expected"),
+    ("lengths_and_speedups", "expected"),
     [
         ([], None),
         ([(8192, 0.9), (32768, 1.3), (131072, 2.1)], 12544),
@@ -140,8 +140,8 @@ def test_threshold_needs_kl_of_all_documents():
         ([(32768, 1.3), (8192, 1.02)], 8192),
     ],
 )
-def test_break_even_length(speedups, expected):
-    assert advice.find_break_even_length(speedups, multiple_tokens=128) == expected
+def test_break_even_length(lengths_and_speedups, expected):
+    assert advice.find_break_even_length(lengths_and_speedups, multiple_tokens=128) == expected
 
 
 def test_time_estimate_grows_with_length():
@@ -175,9 +175,11 @@ def test_full_budget_pass_is_estimated_from_other_passes(cab_ms, seconds):
 @pytest.mark.parametrize("operations_per_second", [2e9, 2e10, 4e12])
 def test_run_stays_within_its_minutes(minutes, operations_per_second):
     """Each simulated pass takes up to 15 % more or less time than estimated from its operations."""
-    scope = Scope((8192, 32768, 131072), START_THRESHOLD, TARGET_KL, num_documents=2, num_kernels=3)
+    measurement_scope = Scope(
+        (8192, 32768, 131072), START_THRESHOLD, TARGET_KL, num_documents=2, num_kernels=3
+    )
     rows, skip_reasons, elapsed_seconds, pass_numbers = [], {}, 10.0, count()
-    while (step := find_next_step(scope, rows, skip_reasons)) is not None:
+    while (step := find_next_step(measurement_scope, rows, skip_reasons)) is not None:
         num_passes_by_method = budget.count_passes(
             step, num_runs=3, num_warm_ups=1, num_kernels=3, is_dense_cached=False
         )
@@ -187,9 +189,12 @@ def test_run_stays_within_its_minutes(minutes, operations_per_second):
             continue
         noise_factor = 1 + 0.3 * ((next(pass_numbers) * 0.618) % 1 - 0.5)
         num_operations = MODEL_COST.count_operations(step.length)
-        relative_work = {DENSE: 1.0, CAB: 0.6, FULL: 1.2}
+        relative_work_by_method = {DENSE: 1.0, CAB: 0.6, FULL: 1.2}
         pass_seconds = {
-            method: noise_factor * relative_work[method] * num_operations / operations_per_second
+            method: noise_factor
+            * relative_work_by_method[method]
+            * num_operations
+            / operations_per_second
             for method in num_passes_by_method
         }
         elapsed_seconds += sum(
@@ -197,18 +202,18 @@ def test_run_stays_within_its_minutes(minutes, operations_per_second):
         )
         kl = 0.02 * ((step.threshold or 0) / START_THRESHOLD) ** 0.75
         kl_fields = {"kl": kl, "count": 1, "densities": [0.5]}
-        rows.append({**step.fields, **kl_fields, "pass_seconds": pass_seconds})
+        rows.append({**step.row_fields, **kl_fields, "pass_seconds": pass_seconds})
     # the first four steps, probes, have no estimate and may exceed the time
     assert elapsed_seconds + budget.REPORT_SECONDS <= 1.1 * 60 * minutes or len(rows) <= 4
     assert all("were left" in reason for reason in skip_reasons.values())
 
 
 def test_schedule_measures_selected_threshold_and_ends():
-    scope, rows = Scope((512, 1024), START_THRESHOLD, TARGET_KL), []
-    while (step := find_next_step(scope, rows)) is not None:
+    measurement_scope, rows = Scope((512, 1024), START_THRESHOLD, TARGET_KL), []
+    while (step := find_next_step(measurement_scope, rows)) is not None:
         rows.append(
             {
-                **step.fields,
+                **step.row_fields,
                 **{"kl": 0.03 * ((step.threshold or 0) / START_THRESHOLD) ** 0.75, "count": 1},
                 **{"right": [True], "densities": [0.5], "pass_seconds": {step.method: 9.0}},
             }
@@ -220,7 +225,7 @@ def test_schedule_measures_selected_threshold_and_ends():
         rows_without_times, START_THRESHOLD, TARGET_KL, query_block=128
     )
     assert verdict.threshold < START_THRESHOLD and verdict.is_close_enough
-    for length in scope.lengths:
+    for length in measurement_scope.lengths:
         assert (TTFT, length, verdict.threshold) in steps
         assert (RECALL, length, verdict.threshold) in steps
     # the steps without which no advice is possible come first
@@ -228,17 +233,17 @@ def test_schedule_measures_selected_threshold_and_ends():
 
 
 def test_skipped_search_step_keeps_measured_thresholds():
-    scope, skip_reasons = Scope((512,), START_THRESHOLD, TARGET_KL), {}
-    probes = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START_THRESHOLD)]
-    measured_steps = [*probes, Step(TTFT, 512, CAB, START_THRESHOLD)]
-    rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in measured_steps]
+    measurement_scope, skip_reasons = Scope((512,), START_THRESHOLD, TARGET_KL), {}
+    probe_steps = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START_THRESHOLD)]
+    measured_steps = [*probe_steps, Step(TTFT, 512, CAB, START_THRESHOLD)]
+    rows = [{**step.row_fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in measured_steps]
     rows += [make_kl_row(512, START_THRESHOLD, 0.05)]
-    step = find_next_step(scope, rows, skip_reasons)
+    step = find_next_step(measurement_scope, rows, skip_reasons)
     assert step.measure == KL and step.threshold < START_THRESHOLD
     skip_reasons[step] = "no time"
-    assert find_next_step(scope, rows, skip_reasons) == Step(KL, 512, FULL)
+    assert find_next_step(measurement_scope, rows, skip_reasons) == Step(KL, 512, FULL)
     rows += [make_kl_row(512, None, 0.0, method=FULL)]
-    assert find_next_step(scope, rows, skip_reasons).measure == RECALL
+    assert find_next_step(measurement_scope, rows, skip_reasons).measure == RECALL
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,7 @@ def test_advice_considers_larger_kl_at_shorter_length():
 
 
 def test_quickcheck_page_equals_committed_report():
-    docs_folder = EXAMPLES.parent / "docs"
+    docs_folder = EXAMPLES_FOLDER.parent / "docs"
     report_text = (docs_folder / "quickcheck-smollm2-cpu" / REPORT_FILE).read_text()
     _, sentence, table, *_ = report_text.split("\n\n")
     page = (docs_folder / "quickcheck.md").read_text()
@@ -362,7 +367,7 @@ def book_file(tmp_path):
     return text_file
 
 
-def make_arguments(model, book_file, out, *more_options):
+def make_command_arguments(model, book_file, out, *more_options):
     """Return the command line of quickcheck, as a list of words.
 
     The options ``more_options`` are added, and small blocks unless ``more_options`` contains --cab.
@@ -384,7 +389,7 @@ def read_rows(out):
 
 def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book_file, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(make_arguments(model_folder, book_file, out)) == 0
+    assert main(make_command_arguments(model_folder, book_file, out)) == 0
     printed_text = capsys.readouterr().out
     report_text = (out / REPORT_FILE).read_text()
     (sentence,) = re.findall(r"^On \S+, .*\.$", printed_text, re.MULTILINE)
@@ -403,22 +408,22 @@ def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book_file
 
 @pytest.mark.usefixtures("skip_figure")
 def test_interrupted_quickcheck_continues(model_folder, book_file, tmp_path, monkeypatch):
-    out, measure_step, steps = tmp_path / "run", Measurements.measure_step, []
+    out, original_measure_step, measured_steps = tmp_path / "run", Measurements.measure_step, []
 
     def interrupt_after_five_steps(self, step, rows, deadline):
-        if len(steps) == 5:
+        if len(measured_steps) == 5:
             raise KeyboardInterrupt
-        steps.append(step)
-        return measure_step(self, step, rows, deadline)
+        measured_steps.append(step)
+        return original_measure_step(self, step, rows, deadline)
 
     monkeypatch.setattr(Measurements, "measure_step", interrupt_after_five_steps)
     with pytest.raises(KeyboardInterrupt):
-        main(make_arguments(model_folder, book_file, out))
+        main(make_command_arguments(model_folder, book_file, out))
     rows_before = read_rows(out)
     assert len(rows_before) == 5 and not (out / REPORT_FILE).exists()
-    steps.clear()
-    monkeypatch.setattr(Measurements, "measure_step", measure_step)
-    assert main(make_arguments(model_folder, book_file, out)) == 0
+    measured_steps.clear()
+    monkeypatch.setattr(Measurements, "measure_step", original_measure_step)
+    assert main(make_command_arguments(model_folder, book_file, out)) == 0
     rows_after = read_rows(out)
     assert rows_after[:5] == rows_before
     assert len({tuple(row[name] for name in budget.STEP_FIELDS) for row in rows_after}) == len(
@@ -431,25 +436,28 @@ def test_only_budget_settings_may_change_in_a_resumed_run(
     model_folder, book_file, tmp_path, capsys
 ):
     out = tmp_path / "run"
-    assert main(make_arguments(model_folder, book_file, out)) == 0
+    assert main(make_command_arguments(model_folder, book_file, out)) == 0
     assert (
-        main(make_arguments(model_folder, book_file, out, ["--lengths", "160", "--kl", 0.1])) == 0
+        main(
+            make_command_arguments(model_folder, book_file, out, ["--lengths", "160", "--kl", 0.1])
+        )
+        == 0
     )
-    assert main(make_arguments(model_folder, book_file, out, ["--seed", 1])) == 2
+    assert main(make_command_arguments(model_folder, book_file, out, ["--seed", 1])) == 2
     assert "seed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("skip_figure")
 def test_steps_over_budget_are_skipped_and_reported(model_folder, book_file, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(make_arguments(model_folder, book_file, out, ["--minutes", 0.001])) == 0
+    assert main(make_command_arguments(model_folder, book_file, out, ["--minutes", 0.001])) == 0
     report_text = (out / REPORT_FILE).read_text()
     assert "## Not measured" in report_text and "took longer than estimated" in report_text
     assert "nothing was timed" in report_text and CabConfig.calibrated(out / CONFIG_FILE)
     assert not read_rows(out) and not (out / FIGURE_FILE).exists()
     assert "steps were skipped" in capsys.readouterr().out
     # the same command with more minutes measures the skipped steps
-    assert main(make_arguments(model_folder, book_file, out, ["--minutes", 5])) == 0
+    assert main(make_command_arguments(model_folder, book_file, out, ["--minutes", 5])) == 0
     assert "## Not measured" not in (out / REPORT_FILE).read_text()
 
 
@@ -460,7 +468,7 @@ def test_failed_step_is_reported_and_others_run(model_folder, book_file, tmp_pat
 
     monkeypatch.setattr(Measurements, "measure_recall", raise_out_of_memory)
     out = tmp_path / "run"
-    assert main(make_arguments(model_folder, book_file, out)) == 0
+    assert main(make_command_arguments(model_folder, book_file, out)) == 0
     assert "text 0: CUDA out of memory" in (out / REPORT_FILE).read_text()
     assert {row["measure"] for row in read_rows(out)} == {"probe", TTFT, KL}
 
@@ -468,7 +476,7 @@ def test_failed_step_is_reported_and_others_run(model_folder, book_file, tmp_pat
 @pytest.mark.usefixtures("skip_figure")
 def test_lengths_beyond_texts_are_skipped(model_folder, book_file, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(make_arguments(model_folder, book_file, out, ["--lengths", "160,2k"])) == 0
+    assert main(make_command_arguments(model_folder, book_file, out, ["--lengths", "160,2k"])) == 0
     message = "so that 2,048 tokens are left out."
     assert message in capsys.readouterr().out and message in (out / REPORT_FILE).read_text()
     assert {row["length"] for row in read_rows(out)} == {160}
@@ -508,7 +516,7 @@ def test_invalid_input_is_refused_in_one_sentence(
 ):
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(make_arguments(model_folder, book_file, tmp_path / "run", options))
+        status = main(make_command_arguments(model_folder, book_file, tmp_path / "run", options))
     except SystemExit as error:
         status = error.code
     error_line = capsys.readouterr().err.strip().splitlines()[-1]
@@ -518,7 +526,7 @@ def test_invalid_input_is_refused_in_one_sentence(
 
 @pytest.mark.usefixtures("skip_figure")
 def test_noncausal_model_is_refused(bert_folder, book_file, tmp_path, capsys):
-    assert main(make_arguments(bert_folder, book_file, tmp_path / "run")) == 2
+    assert main(make_command_arguments(bert_folder, book_file, tmp_path / "run")) == 2
     assert (
         "model must be a causal LM with attention that CAB can compute" in capsys.readouterr().err
     )
@@ -536,7 +544,7 @@ def test_default_lengths_fit_the_model():
 @pytest.mark.usefixtures("skip_figure")
 def test_command_in_report_repeats_the_run(model_folder, book_file, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    assert main(make_arguments(model_folder, book_file, out, CAB_OPTIONS)) == 0
+    assert main(make_command_arguments(model_folder, book_file, out, CAB_OPTIONS)) == 0
     command_lines = re.findall(
         r"^python -m cab_hf.eval quickcheck (.*)$", (out / REPORT_FILE).read_text(), re.M
     )
@@ -573,10 +581,14 @@ def test_random_weights_are_timed_at_max_density(book_file, tmp_path, monkeypatc
         *(f"{name}={value}" for name, value in config_fields.items()),
     ]
     monkeypatch.setattr(sys, "argv", ["random_model.py", *arguments])
-    runpy.run_path(str(EXAMPLES / "random_model.py"), run_name="__main__")
+    runpy.run_path(str(EXAMPLES_FOLDER / "random_model.py"), run_name="__main__")
     options = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_OPTIONS)
     assert (
-        main(make_arguments(random_model_folder, book_file, out, [*options, "--lengths", "640"]))
+        main(
+            make_command_arguments(
+                random_model_folder, book_file, out, [*options, "--lengths", "640"]
+            )
+        )
         == 0
     )
     (density,) = next(row["densities"] for row in read_rows(out) if row["measure"] == KL)
@@ -589,27 +601,27 @@ def test_random_weights_are_timed_at_max_density(book_file, tmp_path, monkeypatc
 def fake_flash_modules(monkeypatch):
     """Install a fake FlashAttention-3 module, and a FlashAttention-2 module with wrong results."""
 
-    def attend(q, k, v, softmax_scale, causal):
+    def fake_flash_attn(q, k, v, softmax_scale, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2), None
 
-    for name, attend_function in (
-        ("fa3_fwd_interface", attend),
+    for module_name, attend_function in (
+        ("fa3_fwd_interface", fake_flash_attn),
         ("broken", lambda q, *_, **__: q * 9),
     ):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module = types.ModuleType(module_name)
+        module.__spec__ = importlib.machinery.ModuleSpec(module_name, None)
         module.flash_attn_func = attend_function
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, module_name, module)
     monkeypatch.setitem(kernels.FLASH_MODULES, "FlashAttention-2", ("broken",))
 
 
 def test_dense_kernels_are_compared_and_checked(fake_flash_modules):
     tokenizer = make_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer))
+    model = make_tiny_model(vocab_size=len(tokenizer))
     assert kernels.list_kernel_names("sdpa", is_on_cpu=True) == ["sdpa"]
     with torch.no_grad():
         model.lm_head.weight.mul_(100)
@@ -618,29 +630,29 @@ def test_dense_kernels_are_compared_and_checked(fake_flash_modules):
     )
     measurements.kernel_names = kernels.list_kernel_names("sdpa", is_on_cpu=False)
     step = Step("kernels", 300, DENSE)
-    comparison = measurements.measure_step(step, [], math.inf)
-    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= comparison["kernel_ms"].keys()
-    assert "differs by" in comparison["reasons"]["FlashAttention-2"]
-    assert "cuDNN" in comparison["reasons"]
-    row = {**step.fields, **comparison, "kernel_ms": {"FlashAttention-3": 1.0}}
+    kernel_comparison = measurements.measure_step(step, [], math.inf)
+    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= kernel_comparison["kernel_ms"].keys()
+    assert "differs by" in kernel_comparison["reasons"]["FlashAttention-2"]
+    assert "cuDNN" in kernel_comparison["reasons"]
+    row = {**step.row_fields, **kernel_comparison, "kernel_ms": {"FlashAttention-3": 1.0}}
     timed_fields = measurements.measure_step(Step(TTFT, 300, CAB, START_THRESHOLD), [row], math.inf)
     assert timed_fields["kernel"] == "FlashAttention-3" and timed_fields["dense_ms"] > 0
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_kernel_without_windows_raises_for_sliding_window(fake_flash_modules):
-    model = tiny_model("mistral-sliding")
+    model = make_tiny_model("mistral-sliding")
     with (
         pytest.raises(NotImplementedError),
         kernels.use_dense_kernel(model, "FlashAttention-3", "sdpa"),
     ):
-        model(tokens(1, 100))
+        model(draw_token_ids(1, 100))
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_step_stops_at_deadline():
     tokenizer = make_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer))
+    model = make_tiny_model(vocab_size=len(tokenizer))
     measurements = Measurements(
         model, tokenizer, [SourceText([PROSE_TEXT], 0)], SMALL_BLOCKS_CONFIG, seed=0, num_runs=1
     )
@@ -649,7 +661,7 @@ def test_step_stops_at_deadline():
 
 
 def test_documents_alternate_between_texts_that_are_long_enough():
-    model, tokenizer = tiny_model(), make_tokenizer()
+    model, tokenizer = make_tiny_model(), make_tokenizer()
     texts = [SourceText(["a"], 100), SourceText(["b"], 300), SourceText(["c"], 300)]
     measurements = Measurements(model, tokenizer, texts, SMALL_BLOCKS_CONFIG, seed=0, num_runs=1)
     sources = [measurements.find_source_sentences(200, index) for index in range(4)]

@@ -15,9 +15,9 @@ from cab_hf.eval.result_folders import read_all_results, read_results
 from cab_hf.experiment import loading
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "eval" / "results"
+RESULTS_FOLDER = ROOT / "eval" / "results"
 # result folders of the default table, at 32,768 and 131,072 tokens
-SHORT_FOLDER, LONG_FOLDER = pages.DEFAULT_FOLDERS
+SHORT_PROMPT_RUN, LONG_PROMPT_RUN = pages.DEFAULT_FOLDERS
 # method of a fidelity run -> label in the default table
 LABEL_BY_METHOD = {"dense": "dense", "cab": "default"}
 # a page with an outdated table
@@ -87,9 +87,9 @@ def make_fidelity_rows(length, methods):
 @pytest.fixture
 def results_folder(tmp_path):
     """Return a folder with the results of the default table and of the picture."""
-    default_fields = asdict(CabConfig(min_length=0))
-    for folder, length in ((SHORT_FOLDER, 32_768), (LONG_FOLDER, 131_072)):
-        configs = {name: {**default_fields} for name in LABEL_BY_METHOD if name != "dense"}
+    default_config_fields = asdict(CabConfig(min_length=0))
+    for folder, length in ((SHORT_PROMPT_RUN, 32_768), (LONG_PROMPT_RUN, 131_072)):
+        configs = {name: {**default_config_fields} for name in LABEL_BY_METHOD if name != "dense"}
         rows = list(make_fidelity_rows(length, LABEL_BY_METHOD))
         write_result_folder(
             tmp_path / folder, rows, settings={"cab_configs": configs}, commit=folder
@@ -115,17 +115,17 @@ def test_committed_pages_equal_rendered_tables():
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md", *ROOT.glob("docs/*.md")):
         page = path.read_text()
         root_prefix = "" if path.parent == ROOT else "../"
-        assert readme.update_tables(page, RESULTS, root_prefix) == page, path
+        assert readme.update_tables(page, RESULTS_FOLDER, root_prefix) == page, path
         text_of_pages += page
     assert all(f"<!-- table: {name} -->" in text_of_pages for name in TABLES)
-    page = (RESULTS / "README.md").read_text()
-    assert readme.render_results_page(RESULTS) == page
-    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    page = (RESULTS_FOLDER / "README.md").read_text()
+    assert readme.render_results_page(RESULTS_FOLDER) == page
+    folders = {path.name for path in RESULTS_FOLDER.iterdir() if path.is_dir()}
     assert set(re.findall(r"\]\((\S+)/report.md\)", page)) == folders
 
 
 def test_committed_reports_equal_rendered_rows():
-    for result in read_all_results(RESULTS):
+    for result in read_all_results(RESULTS_FOLDER):
         rendered_report = experiment.render_report(
             result.experiment_class, result.rows, result.provenance
         )
@@ -133,12 +133,15 @@ def test_committed_reports_equal_rendered_rows():
 
 
 def test_committed_results_stay_below_size_limit():
-    max_bytes_by_folder = {RESULTS: 5_000_000, ROOT / "cab_hf" / "adapters": 10_000_000}
+    max_bytes_by_folder = {RESULTS_FOLDER: 5_000_000, ROOT / "cab_hf" / "adapters": 10_000_000}
     for folder, max_bytes in max_bytes_by_folder.items():
         files = [path for path in folder.rglob("*") if path.is_file()]
         # rendering a committed run writes results.csv, which git ignores
         assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < max_bytes
-    assert not list(RESULTS.rglob("*.jsonl")) and len(list(RESULTS.glob("*/samples.jsonl.xz"))) > 9
+    assert (
+        not list(RESULTS_FOLDER.rglob("*.jsonl"))
+        and len(list(RESULTS_FOLDER.glob("*/samples.jsonl.xz"))) > 9
+    )
 
 
 def test_methods_are_merged_into_one_row():
@@ -186,7 +189,7 @@ def test_default_table_shows_speed_and_quality_of_one_config(results_folder):
 
 def test_default_table_results_have_clean_commits():
     for name in pages.DEFAULT_FOLDERS:
-        commit = read_results(RESULTS / name).provenance["commit"]
+        commit = read_results(RESULTS_FOLDER / name).provenance["commit"]
         assert re.fullmatch("[0-9a-f]{40}", commit), name
 
 
@@ -267,15 +270,17 @@ def test_model_type_row_states_sparse_and_exact_layers_or_error(
 
 
 def test_models_table_lists_models_of_default_runs(results_folder):
-    default_fields = json.loads(json.dumps(asdict(CabConfig(min_length=0))))
+    default_config_fields = json.loads(json.dumps(asdict(CabConfig(min_length=0))))
     for name in ("here", "of other weights"):
-        write_fidelity_run(results_folder / name, default_fields, model_sha256=name)
+        write_fidelity_run(results_folder / name, default_config_fields, model_sha256=name)
     write_fidelity_run(
-        results_folder / "by-another", {**default_fields, "mass_threshold": 0.5}, "b"
+        results_folder / "by-another", {**default_config_fields, "mass_threshold": 0.5}, "b"
     )
-    write_fidelity_run(results_folder / "by-an-older", {**default_fields, "exact_stride": 0}, "c")
-    write_fidelity_run(results_folder / "fidelity-trained-cab", default_fields, "d")
-    other_settings = {"model": "e", "cab_configs": {"cab": default_fields}}
+    write_fidelity_run(
+        results_folder / "by-an-older", {**default_config_fields, "exact_stride": 0}, "c"
+    )
+    write_fidelity_run(results_folder / "fidelity-trained-cab", default_config_fields, "d")
+    other_settings = {"model": "e", "cab_configs": {"cab": default_config_fields}}
     rows = [{"method": "full", "length": 32768, "density": 1.0}]
     write_result_folder(
         results_folder / "by-others", rows, experiment="fidelity", settings=other_settings
@@ -350,7 +355,7 @@ def test_command_writes_pages_and_packs_large_files(results_folder, page_argumen
 @pytest.mark.parametrize(
     ("replacements", "page", "message"),
     [
-        (None, OUTDATED_PAGE, f"{SHORT_FOLDER} has no results.json"),
+        (None, OUTDATED_PAGE, f"{SHORT_PROMPT_RUN} has no results.json"),
         ({'"experiment"': '"other"'}, OUTDATED_PAGE, "results.json names no experiment"),
         ({}, OUTDATED_PAGE.replace("<!-- end -->", ""), "must end with <!-- end -->"),
         ({}, OUTDATED_PAGE.replace("default", "other"), "got 'other' in the page"),
@@ -360,7 +365,7 @@ def test_command_writes_pages_and_packs_large_files(results_folder, page_argumen
 def test_invalid_input_is_refused_before_pages_are_written(
     results_folder, page_arguments, capsys, replacements, page, message
 ):
-    results_file = results_folder / SHORT_FOLDER / "results.json"
+    results_file = results_folder / SHORT_PROMPT_RUN / "results.json"
     content = results_file.read_text()
     results_file.unlink()
     if replacements is not None:

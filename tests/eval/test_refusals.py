@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from tiny import tiny_model
+from tiny import make_tiny_model
 from transformers import (
     DogeConfig,
     DogeForCausalLM,
@@ -80,19 +80,19 @@ def get_refusal(input_folder, tmp_path, capsys, monkeypatch):
     return run_invalid_command
 
 
-def parse_cases(table):
+def parse_cases(case_table):
     """Yield pytest parameters from a value of `CASES_BY_COMMAND`: options, and error pattern.
 
     A case is ``option=value ... > expected``, and cases are separated by `` ; `` or a line break.
     ``expected`` is the name of the refused setting, or a part of the error. Without ``expected``,
     the refused setting is the last option of the case.
     """
-    for case in re.split(r" ; |\n", table.strip()):
+    for case in re.split(r" ; |\n", case_table.strip()):
         options, _, expected = case.partition(" > ")
         options = [f"--{option}" for option in options.split()]
         setting_name = expected or options[-1].strip("-").partition("=")[0].replace("-", "_")
-        is_setting = re.fullmatch(r"\w+", setting_name)
-        message = rf"\b{setting_name}( is | must |: |')" if is_setting else re.escape(expected)
+        is_setting_name = re.fullmatch(r"\w+", setting_name)
+        message = rf"\b{setting_name}( is | must |: |')" if is_setting_name else re.escape(expected)
         yield pytest.param(" ".join(options), message, id=case)
 
 
@@ -323,7 +323,7 @@ def test_length_beyond_positions_includes_generated_tokens(tmp_path, get_refusal
 
 def test_length_up_to_positions_is_accepted(tmp_path, run_command):
     config_fields = {"vocab_size": len(make_tokenizer()), "eos_token_id": 1, "pad_token_id": 1}
-    model = tiny_model(num_hidden_layers=1, max_position_embeddings=300, **config_fields)
+    model = make_tiny_model(num_hidden_layers=1, max_position_embeddings=300, **config_fields)
     status, _ = run_command("passkey", save_model(model, tmp_path / "tiny"))
     assert status == 0
     (_, sample, *_) = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()

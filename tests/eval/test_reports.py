@@ -15,7 +15,7 @@ from cab_hf.eval.passkey import Passkey
 from cab_hf.experiment.log import read_file, read_log
 from cab_hf.experiment.markdown import escape_markdown, format_code
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
+RESULTS_FOLDER = Path(__file__).parents[2] / "eval" / "results"
 # golden file, with the sentences and tables of each entry of `SAMPLES_BY_HEADING`
 GOLDEN_FILE = Path(__file__).with_name("reports.md")
 # settings of a passkey run
@@ -24,23 +24,25 @@ PASSKEY_SETTINGS = {"stage": "prefill", "filler": "noise"}
 NAME_WITH_MARKUP = "a|b `c`\n## $d$.txt"
 
 
-def make_sample(method, probe, index, text="noise", **result):
+def make_sample(method, probe, sample_index, text="noise", **result):
     """Return a fidelity sample; the keywords ``result`` add or replace fields."""
     case_fields = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
-    default_fields = {"depth": None, "index": index, "fitted": None, "density": 1.0}
+    default_fields = {"depth": None, "index": sample_index, "fitted": None, "density": 1.0}
     return {**case_fields, **default_fields, **result}
 
 
-def make_passkey_sample(method, index, is_correct, **result):
+def make_passkey_sample(method, sample_index, is_correct, **result):
     """Return a passkey sample; the keywords ``result`` add or replace fields."""
-    case_fields = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
+    case_fields = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": sample_index}
     default_fields = {"budget": None, "density": 1.0, "reached": None, "answer": str(is_correct)}
     return {**case_fields, "correct": is_correct, **default_fields, **result}
 
 
-def make_recall_sample(method, is_key_right, density=1.0, index=0, **result):
+def make_recall_sample(method, is_key_right, density=1.0, sample_index=0, **result):
     """Return a fidelity sample of recall; ``is_key_right`` has a bool for each key."""
-    return make_sample(method, "recall", index, right=is_key_right, density=density, **result)
+    return make_sample(
+        method, "recall", sample_index, right=is_key_right, density=density, **result
+    )
 
 
 def make_matched_sample(method, density, budget="match", **result):
@@ -55,13 +57,13 @@ def make_matched_sample(method, density, budget="match", **result):
 def make_recall_and_perplexity_samples():
     """Return samples of recall and perplexity of dense, cab and a variant of cab."""
 
-    def make_perplexity_sample(method, index, nll, density):
-        return make_sample(method, "perplexity", index, nll=nll, count=10, density=density)
+    def make_perplexity_sample(method, sample_index, nll, density):
+        return make_sample(method, "perplexity", sample_index, nll=nll, count=10, density=density)
 
     return [
         *(
             make_recall_sample("dense", [True, True]),
-            make_recall_sample("dense", [True, False], index=1),
+            make_recall_sample("dense", [True, False], sample_index=1),
         ),
         *(
             make_perplexity_sample("dense", 0, 10.0, 1.0),
@@ -88,9 +90,13 @@ def make_task_samples():
     Dense attention answers one of two tracking keys, and cab none. Both methods answer uuid.
     """
     return [
-        make_sample(method, probe, 0, right=right)
-        for method, tracking_right in (("dense", [True, False]), ("cab", [False, False]))
-        for probe, right in (("tracking", tracking_right), ("uuid", [True]), ("pass", [False]))
+        make_sample(method, probe, 0, right=answers_right)
+        for method, tracking_answers_right in (("dense", [True, False]), ("cab", [False, False]))
+        for probe, answers_right in (
+            ("tracking", tracking_answers_right),
+            ("uuid", [True]),
+            ("pass", [False]),
+        )
     ]
 
 
@@ -103,14 +109,14 @@ def make_decoding_samples():
     continuations = {"dense": ([1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8])}
     continuations["full"] = continuations["dense"]
     continuations["cab"] = ([1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8])
-    kl = {"dense": 0.0, "full": 0.5, "cab": 2.0}
-    fields = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
+    kl_by_method = {"dense": 0.0, "full": 0.5, "cab": 2.0}
+    result_fields = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
     samples = []
     for method, continuations_of_method in continuations.items():
-        samples.append(make_sample(method, "decode", 0, kl=kl[method], **fields))
+        samples.append(make_sample(method, "decode", 0, kl=kl_by_method[method], **result_fields))
         samples += [
-            make_sample(method, "greedy", index, written=tokens, **fields)
-            for index, tokens in enumerate(continuations_of_method)
+            make_sample(method, "greedy", index, written=written_tokens, **result_fields)
+            for index, written_tokens in enumerate(continuations_of_method)
         ]
     return samples
 
@@ -119,9 +125,9 @@ def make_turn_samples():
     """Return samples of two documents with five turns: KL per token 1 to 5, and 2 to 10."""
     samples = []
     for method, index in product(("dense", "cab"), (0, 1)):
-        scale = (index + 1.0) * (method == "cab")
+        kl_scale = (index + 1.0) * (method == "cab")
         turn_results = [
-            {"kl": 2 * scale * turn_number, "agree": 1, "nll": 1.0, "count": 2}
+            {"kl": 2 * kl_scale * turn_number, "agree": 1, "nll": 1.0, "count": 2}
             for turn_number in range(1, 6)
         ]
         summed_fields = {
@@ -281,11 +287,14 @@ def test_mean_over_tasks_by_hand():
         0.5,
     )
     assert "delta" not in dense_row["tasks"]
-    fields = ("delta", "delta_low", "delta_high")
+    difference_fields = ("delta", "delta_low", "delta_high")
     differences = [
-        tuple(cab_row[probe][field] for field in fields) for probe in ("tracking", "uuid")
+        tuple(cab_row[probe][field] for field in difference_fields)
+        for probe in ("tracking", "uuid")
     ]
-    assert tuple(cab_row["tasks"][field] for field in fields) == mean_of_intervals(differences)
+    assert tuple(cab_row["tasks"][field] for field in difference_fields) == mean_of_intervals(
+        differences
+    )
     dense_row, cab_row = make_rows("some tasks")
     assert (
         dense_row["tasks"]["share"] == 0.75
@@ -303,11 +312,11 @@ def test_rows_of_decoding_by_hand():
 
 
 @pytest.mark.parametrize(
-    "folder_name", ["fidelity-default", *(x.name for x in RESULTS.glob("smollm2-*"))]
+    "folder_name", ["fidelity-default", *(x.name for x in RESULTS_FOLDER.glob("smollm2-*"))]
 )
 def test_committed_rows_equal_rows_of_samples(folder_name):
-    content = json.loads(read_file(RESULTS / folder_name / "results.json"))
-    identity, samples = read_log(RESULTS / folder_name / "samples.jsonl")
+    content = json.loads(read_file(RESULTS_FOLDER / folder_name / "results.json"))
+    identity, samples = read_log(RESULTS_FOLDER / folder_name / "samples.jsonl")
     settings = content["provenance"]["settings"]
     if folder_name == "fidelity-default":
         assert json.loads(json.dumps(Fidelity.rows(samples, settings))) == content["rows"]

@@ -9,8 +9,8 @@ from rivals import (
     LAST_QUERY_PREDICTORS,
     RIVAL_CONFIGS,
     compute_eager_probabilities,
+    draw_qk,
     make_config,
-    random_qk,
     select_blocks,
 )
 from valid_plan import assert_valid_plan
@@ -41,19 +41,19 @@ def sum_over_blocks(probabilities, key_block, query_block):
 
 @pytest.mark.parametrize(("length", "query_blocks_per_chunk"), [(96, 1), (205, 2), (205, 100)])
 def test_block_mass_equals_summed_eager_attention(length, query_blocks_per_chunk, monkeypatch):
-    q, k = random_qk(length)
+    q, k = draw_qk(length)
     logits_per_query_block = q.shape[1] * 32 * length
     monkeypatch.setattr(
         attention_mass, "MAX_LOGITS_PER_CHUNK", query_blocks_per_chunk * logits_per_query_block
     )
-    ranges = KeyRanges.causal(1, length, length, "cpu")
-    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS)
+    key_ranges = KeyRanges.causal(1, length, length, "cpu")
+    mass = attention_mass.compute_block_mass(q, k, key_ranges, **BLOCK_MASS_OPTIONS)
     probabilities = compute_eager_probabilities(q, k, 0.25)
     torch.testing.assert_close(mass, sum_over_blocks(probabilities, 16, 32))
-    torch.testing.assert_close(caches.sum_columns(q, k, ranges, 0.25), probabilities.sum(2))
+    torch.testing.assert_close(caches.sum_columns(q, k, key_ranges, 0.25), probabilities.sum(2))
     # only the first 40 queries are real: 32 in the first block and 8 in the second
-    ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
-    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS).sum(-1)
+    key_ranges = replace(key_ranges, end=torch.where(torch.arange(length) < 40, key_ranges.end, -1))
+    mass = attention_mass.compute_block_mass(q, k, key_ranges, **BLOCK_MASS_OPTIONS).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
     torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
@@ -61,16 +61,16 @@ def test_block_mass_equals_summed_eager_attention(length, query_blocks_per_chunk
 def test_antidiagonal_score_by_hand():
     """One head with one channel: the logit of a tile is the mean product on its antidiagonal."""
     stride = blocks.ANTIDIAGONAL_STRIDE
-    q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
-    ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, probabilities), *later_chunks = attention_mass.iterate_attention_rows(
-        q, k, ranges, scale=2.0, stride=stride
+    q, k = draw_qk(2 * stride, heads=1, kv_heads=1, dim=1)
+    key_ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
+    (_, probabilities), *other_row_chunks = attention_mass.iterate_attention_rows(
+        q, k, key_ranges, scale=2.0, stride=stride
     )
     q, k = q.flatten(), k.flatten()
-    second_tile = range(stride, 2 * stride)
-    first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second_tile) * 2 / stride
-    second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second_tile) * 2 / stride
-    assert not later_chunks
+    second_tile_indices = range(stride, 2 * stride)
+    first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second_tile_indices) * 2 / stride
+    second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second_tile_indices) * 2 / stride
+    assert not other_row_chunks
     torch.testing.assert_close(probabilities[0, 0, 0], torch.tensor([1.0, 0.0]))
     torch.testing.assert_close(
         probabilities[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0)
@@ -79,30 +79,30 @@ def test_antidiagonal_score_by_hand():
 
 @pytest.mark.parametrize("length", [1, 205])
 def test_vertical_slash_scores_equal_eager_attention(length):
-    q, k = random_qk(length)
+    q, k = draw_qk(length)
     layer_context = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
-    score = last_queries.score_vertical_slash(q, k, layer_context, 32, 16, num_queries=20)
-    attention = compute_eager_probabilities(q, k, 0.25)[:, :, -20:]
+    block_scores = last_queries.score_vertical_slash(q, k, layer_context, 32, 16, num_queries=20)
+    attention_probabilities = compute_eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
-    column_mass = attention.sum(2)
+    column_mass = attention_probabilities.sum(2)
     diagonal_mass = torch.stack(
-        [(attention * (distance == d)).sum((2, 3)) for d in range(length)], -1
+        [(attention_probabilities * (distance == d)).sum((2, 3)) for d in range(length)], -1
     )
     for row in range(length // 32):  # query blocks without the incomplete last block
         for block in range(2 * row + 2):
-            keys = slice(16 * block, min(16 * block + 16, length))
-            nearest_distance = max(0, 32 * row - keys.stop + 1)
-            best_diagonal = diagonal_mass[..., nearest_distance : 32 * row + 32 - keys.start].amax(
-                -1
-            )
-            expected = torch.maximum(column_mass[..., keys].amax(-1), best_diagonal)
-            torch.testing.assert_close(score[:, :, row, block], expected)
+            block_keys = slice(16 * block, min(16 * block + 16, length))
+            nearest_distance = max(0, 32 * row - block_keys.stop + 1)
+            max_diagonal_mass = diagonal_mass[
+                ..., nearest_distance : 32 * row + 32 - block_keys.start
+            ].amax(-1)
+            expected = torch.maximum(column_mass[..., block_keys].amax(-1), max_diagonal_mass)
+            torch.testing.assert_close(block_scores[:, :, row, block], expected)
 
 
 @pytest.mark.parametrize("predictor_name", RIVAL_CONFIGS)
 @pytest.mark.parametrize("length", [33, 320])
 def test_no_row_selects_a_future_block(predictor_name, length):
-    is_selected = select_blocks(RIVAL_CONFIGS[predictor_name], *random_qk(length))[0]
+    is_selected = select_blocks(RIVAL_CONFIGS[predictor_name], *draw_qk(length))[0]
     row_index, block_index = torch.arange(is_selected.shape[1]), torch.arange(is_selected.shape[2])
     is_future = 16 * block_index > 32 * row_index[:, None] + 31
     assert not is_selected[:, is_future].any()
@@ -115,7 +115,7 @@ def test_no_row_selects_a_future_block(predictor_name, length):
     "predictor_name", [name for name in RIVAL_CONFIGS if name not in LAST_QUERY_PREDICTORS]
 )
 def test_later_tokens_do_not_change_selection(predictor_name):
-    q, k = random_qk(320)
+    q, k = draw_qk(320)
     is_selected_before = select_blocks(RIVAL_CONFIGS[predictor_name], q, k)[:, :, :6]
     assert 0 < is_selected_before.sum() < is_selected_before.numel()
     q, k = q.clone(), k.clone()
@@ -141,7 +141,7 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(
     )[None]
     padding_mask = None if is_real is None else torch.tensor(is_real)[document_of_token]
     length = document_of_token.shape[1]
-    q, k = random_qk(length)
+    q, k = draw_qk(length)
     layout = BlockLayout.build(
         batch=1,
         q_length=length,
@@ -176,13 +176,13 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(
     [("xattention", 8, None), ("xattention_16", 16, 0.3)],
 )
 def test_xattention_selects_fewest_blocks_above_threshold(predictor_name, stride, mass_share):
-    q, k = random_qk(320)
+    q, k = draw_qk(320)
     q, k = 4 * q, 4 * k
     is_selected = select_blocks(
         make_config(predictor_name, mass_share, sink_blocks=1, local_blocks=0), q, k
     )
-    ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS_OPTIONS, stride=stride)
+    key_ranges = KeyRanges.causal(1, 320, 320, "cpu")
+    mass = attention_mass.compute_block_mass(q, k, key_ranges, **BLOCK_MASS_OPTIONS, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
     for head in range(6):
         for row in range(10):
@@ -204,7 +204,7 @@ def test_xattention_selects_fewest_blocks_above_threshold(predictor_name, stride
 
 def test_columns_and_diagonals_map_to_blocks_by_hand():
     """Query blocks of 4 tokens span two key blocks: row m has the key blocks 2 m and 2 m + 1."""
-    ranges = KeyRanges.causal(1, 12, 12, "cpu")
+    key_ranges = KeyRanges.causal(1, 12, 12, "cpu")
     empty_mask = torch.zeros(1, 1, 6, dtype=torch.bool)
     column_mask, diagonal_mask = empty_mask.clone(), empty_mask.clone()
     column_mask[..., 1] = True
@@ -213,22 +213,22 @@ def test_columns_and_diagonals_map_to_blocks_by_hand():
     is_visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
     is_selected = (
         last_queries.select_touched_blocks(
-            column_mask, empty_mask, ranges, query_block=4, key_block=2
+            column_mask, empty_mask, key_ranges, query_block=4, key_block=2
         )[0, 0]
         & is_visible
     )
     assert is_selected.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
     is_selected = (
         last_queries.select_touched_blocks(
-            empty_mask, diagonal_mask, ranges, query_block=4, key_block=2
+            empty_mask, diagonal_mask, key_ranges, query_block=4, key_block=2
         )[0, 0]
         & is_visible
     )
     assert is_selected.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
     # query blocks of 2 tokens are half of a key block of 4 tokens
-    ranges = KeyRanges.causal(1, 24, 24, "cpu")
+    key_ranges = KeyRanges.causal(1, 24, 24, "cpu")
     is_selected = last_queries.select_touched_blocks(
-        empty_mask, diagonal_mask, ranges, query_block=2, key_block=4
+        empty_mask, diagonal_mask, key_ranges, query_block=2, key_block=4
     )[0, 0]
     assert is_selected.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
@@ -249,7 +249,7 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
     length = 205
     monkeypatch.setattr(last_queries, "FLEXPREFILL_TAU", tau)
     gamma, min_blocks = 0.6, 2
-    q, k = random_qk(length)
+    q, k = draw_qk(length)
     is_selected = select_blocks(
         make_config("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
     )
@@ -283,50 +283,60 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
             ]
         )
 
-    attention = compute_eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
+    attention_probabilities = compute_eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
     distance = torch.arange(length)[-32:, None] - torch.arange(length)
-    blocks_by_tensor = [x.split(block_size, 2) for x, block_size in ((3 * q, 32), (k, 16))]
+    query_and_key_blocks = [x.split(block_size, 2) for x, block_size in ((3 * q, 32), (k, 16))]
     block_means = [
         torch.stack([block.mean(2) for block in blocks_of_tensor], 2)[0]
-        for blocks_of_tensor in blocks_by_tensor
+        for blocks_of_tensor in query_and_key_blocks
     ]
     logits = block_means[0] @ block_means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
-    own_blocks = {row: {2 * row, 2 * row + 1} & set(range(num_blocks)) for row in range(num_rows)}
+    diagonal_blocks_by_row = {
+        row: {2 * row, 2 * row + 1} & set(range(num_blocks)) for row in range(num_rows)
+    }
     for head in range(6):
-        column_shares = attention[head].sum(0).tolist()
-        diagonal_shares = [attention[head][distance == t].sum().item() for t in range(length)]
+        column_shares = attention_probabilities[head].sum(0).tolist()
+        diagonal_shares = [
+            attention_probabilities[head][distance == t].sum().item() for t in range(length)
+        ]
         vertical_slash_share = 0.0 if tau else gamma
-        columns, diagonals = (
+        selected_columns, selected_diagonals = (
             select_best_blocks(column_shares, vertical_slash_share),
             select_best_blocks(diagonal_shares, vertical_slash_share),
         )
         share_by_block = {}
         for row in range(num_rows):
-            probabilities = logits[head, row, : max(own_blocks[row]) + 1].softmax(0).tolist()
+            probabilities = (
+                logits[head, row, : max(diagonal_blocks_by_row[row]) + 1].softmax(0).tolist()
+            )
             share_by_block |= {
                 (row, j): probability / num_rows for j, probability in enumerate(probabilities)
             }
         query_aware_blocks = select_fewest_keys(share_by_block, gamma) if tau else set()
         for row in range(num_rows):
-            visible_blocks = range(max(own_blocks[row]) + 1)
+            visible_blocks = range(max(diagonal_blocks_by_row[row]) + 1)
             # a shorter last query block may end in its first key block
             first_block, last_block = 2 * row, (min(32 * row + 32, length) - 1) // 16
             blocks_on_diagonals = {
-                t - d for t in range(first_block, last_block + 1) for d in diagonals
+                t - d for t in range(first_block, last_block + 1) for d in selected_diagonals
             }
-            expected = own_blocks[row] | ((columns | blocks_on_diagonals) & set(visible_blocks))
+            expected = diagonal_blocks_by_row[row] | (
+                (selected_columns | blocks_on_diagonals) & set(visible_blocks)
+            )
             expected |= {j for j in visible_blocks if (row, j) in query_aware_blocks}
             assert set(is_selected[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_flexprefill_divergence_is_small_for_constant_blocks():
     """Keys are constant within a block, so block means give the exact attention."""
-    k = random_qk(20)[1].repeat_interleave(16, dim=2)
-    q = random_qk(10)[0].repeat_interleave(32, dim=2)
-    ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    key_means = blocks.average_blocks(k, ranges.key_valid, 16)
-    estimated_probabilities = last_queries.estimate_last_block(q, key_means, ranges, 0.25, 32, 16)
-    exact_probabilities, _ = caches.sum_columns_and_diagonals(q, k, ranges, 0.25, 32)
+    k = draw_qk(20)[1].repeat_interleave(16, dim=2)
+    q = draw_qk(10)[0].repeat_interleave(32, dim=2)
+    key_ranges = KeyRanges.causal(1, 320, 320, "cpu")
+    key_means = blocks.average_blocks(k, key_ranges.key_valid, 16)
+    estimated_probabilities = last_queries.estimate_last_block(
+        q, key_means, key_ranges, 0.25, 32, 16
+    )
+    exact_probabilities, _ = caches.sum_columns_and_diagonals(q, k, key_ranges, 0.25, 32)
     exact_probabilities = exact_probabilities.unflatten(-1, (20, 16)).sum(-1) / 32
     # the causal mask cuts the last two blocks for some of the last 32 queries
     assert (
@@ -336,10 +346,12 @@ def test_flexprefill_divergence_is_small_for_constant_blocks():
 
 
 def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
-    q, k = random_qk(320)
-    all_blocks = select_blocks(make_config("oracle", sparsity=0.0), q, k)
+    q, k = draw_qk(320)
+    selection_of_all_blocks = select_blocks(make_config("oracle", sparsity=0.0), q, k)
     for predictor_name in ("flexprefill", "xattention", "mean_pooled"):
-        assert torch.equal(select_blocks(make_config(predictor_name, 1.0), q, k), all_blocks)
+        assert torch.equal(
+            select_blocks(make_config(predictor_name, 1.0), q, k), selection_of_all_blocks
+        )
     num_selected_blocks = select_blocks(make_config("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "FLEXPREFILL_MIN_TOKENS", 64)
     assert select_blocks(make_config("flexprefill", 0.01), q, k).sum() > num_selected_blocks
@@ -347,7 +359,7 @@ def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
 
 def test_streaming_selects_sink_and_window_only():
     is_selected = select_blocks(
-        make_config("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
+        make_config("streaming", sink_blocks=1, local_blocks=3), *draw_qk(320)
     )
     assert is_selected.shape == (1, 6, 10, 20)
     for row in range(10):
@@ -372,17 +384,17 @@ def test_streaming_reaches_keys_of_its_window():
 
 def test_random_selection_is_deterministic_per_head_and_sequence():
     config = make_config("random", sparsity=0.7)
-    is_selected = select_blocks(config, *random_qk(640, seed=1))
-    assert torch.equal(is_selected, select_blocks(config, *random_qk(640, seed=1)))
-    assert not torch.equal(is_selected, select_blocks(config, *random_qk(640, seed=2)))
+    is_selected = select_blocks(config, *draw_qk(640, seed=1))
+    assert torch.equal(is_selected, select_blocks(config, *draw_qk(640, seed=1)))
+    assert not torch.equal(is_selected, select_blocks(config, *draw_qk(640, seed=2)))
     assert not torch.equal(is_selected[:, 0], is_selected[:, 1])
-    assert not torch.equal(is_selected, select_blocks(config, *random_qk(641))[:, :, :20, :40])
+    assert not torch.equal(is_selected, select_blocks(config, *draw_qk(641))[:, :, :20, :40])
 
 
 @pytest.mark.parametrize("predictor_name", ["random", "vertical_slash"])
 def test_row_share_includes_forced_blocks(predictor_name):
     is_selected = select_blocks(
-        make_config(predictor_name, sparsity=0.7, local_blocks=2), *random_qk(640)
+        make_config(predictor_name, sparsity=0.7, local_blocks=2), *draw_qk(640)
     )
     for row in range(20):
         num_visible_blocks = 2 * row + 2
@@ -395,9 +407,9 @@ def test_row_share_includes_forced_blocks(predictor_name):
 
 def test_single_query_has_a_plan():
     """One query after 199 cached keys attends to the first and the last key block."""
-    q, k = random_qk(200)
-    ranges = KeyRanges.causal(1, 1, 200, "cpu")
+    q, k = draw_qk(200)
+    key_ranges = KeyRanges.causal(1, 1, 200, "cpu")
     for config in RIVAL_CONFIGS.values():
-        plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(ranges, 0.25))
+        plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(key_ranges, 0.25))
         assert_valid_plan(plan)
         assert plan.to_dense()[0, :, 0, [0, 12]].all()

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 import yaml
 from marks import mark_slow_except
-from tiny import SMALL_BLOCKS_CONFIG, tiny_model, tokens
+from tiny import SMALL_BLOCKS_CONFIG, draw_token_ids, make_tiny_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 from words import CHAT_TEMPLATE, PROSE_TEXT, make_merging_tokenizer, make_tokenizer
 
@@ -24,9 +24,9 @@ from cab_hf.eval.haystack import Haystack
 from cab_hf.experiment.models import smollm2_folder
 from cab_hf.experiment.settings import UsageError
 
-LENGTHS = [300, 450]
+DOCUMENT_LENGTHS = [300, 450]
 # lengths in tokens that are large enough for the twelve keys of cab_recall
-LONG_LENGTHS = (650, 700)
+HARNESS_LENGTHS = (650, 700)
 KEY_TASKS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 TASK_NAMES = [*KEY_TASKS, *(f"cab_{name}" for name in TASKS)]
 SPARSE_ASSIGNMENTS = (
@@ -34,7 +34,7 @@ SPARSE_ASSIGNMENTS = (
     *("mass_threshold=0.08", "engine=reference"),
 )
 # function of the task module -> arguments
-OPTIONS_BY_MAKER = {
+OPTIONS_BY_DOCUMENT_MAKER = {
     "make_passkey_documents": {"keys": 2},
     "make_recall_questions": {"keys": 3, "documents": 2},
     "make_task_documents": {"task_name": "two_facts"},
@@ -42,7 +42,7 @@ OPTIONS_BY_MAKER = {
 
 
 @pytest.fixture(scope="module")
-def utils():
+def task_utils():
     """Return the module of task functions, loaded by path as in lm_eval."""
     spec = importlib.util.spec_from_file_location("utils", harness.TASKS / "utils.py")
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +56,7 @@ def model_path(model_folder):
     return str(model_folder)
 
 
-def read_task(file_name, utils):
+def read_task(file_name, task_utils):
     """Return the content of a task's YAML file, with functions imported and includes merged."""
 
     class TaskLoader(yaml.SafeLoader):
@@ -65,16 +65,16 @@ def read_task(file_name, utils):
     def load_function(loader, node):
         module, _, name = loader.construct_scalar(node).partition(".")
         assert module == "utils"
-        return getattr(utils, name)
+        return getattr(task_utils, name)
 
     TaskLoader.add_constructor("!function", load_function)
     task = yaml.load((harness.TASKS / file_name).read_text(), TaskLoader)
-    return {**read_task(task.pop("include"), utils), **task} if "include" in task else task
+    return {**read_task(task.pop("include"), task_utils), **task} if "include" in task else task
 
 
 @pytest.mark.parametrize("task_name", TASK_NAMES)
-def test_task_files_resolve_functions(task_name, utils):
-    task = read_task(f"{task_name}.yaml", utils)
+def test_task_files_resolve_functions(task_name, task_utils):
+    task = read_task(f"{task_name}.yaml", task_utils)
     assert task["task"] == task_name
     assert {file.stem for file in harness.TASKS.glob("*.yaml")} == set(TASK_NAMES)
     assert callable(task["custom_dataset"]) and callable(task["process_results"])
@@ -84,11 +84,11 @@ def test_task_files_resolve_functions(task_name, utils):
 
 
 @pytest.mark.parametrize("task_name", TASKS)
-def test_task_file_makes_documents_of_task(task_name, utils, model_path):
-    task = read_task(f"cab_{task_name}.yaml", utils)
+def test_task_file_makes_documents_of_task(task_name, task_utils, model_path):
+    task = read_task(f"cab_{task_name}.yaml", task_utils)
     assert task["dataset_kwargs"] == {"task_name": task_name}
     options = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
-    documents = utils.make_task_documents(
+    documents = task_utils.make_task_documents(
         **options, pretrained=model_path, **task["dataset_kwargs"]
     )
     tokenizer = make_tokenizer()
@@ -101,12 +101,12 @@ def test_task_file_makes_documents_of_task(task_name, utils, model_path):
 
 
 @pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
-def test_bos_token_is_added_once(chat_template, utils, tmp_path):
+def test_bos_token_is_added_once(chat_template, task_utils, tmp_path):
     tokenizer = make_merging_tokenizer()
     tokenizer.chat_template = chat_template and "<s>" + chat_template
     tokenizer.save_pretrained(tmp_path)
     options = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
-    (document,) = utils.make_task_documents(**options, pretrained=str(tmp_path))
+    (document,) = task_utils.make_task_documents(**options, pretrained=str(tmp_path))
     example = TASKS["two_facts"].make(tokenizer, NOISE_SENTENCES, 900, 0)
     # lm_eval adds special tokens to texts that do not start with them
     ids = tokenizer(document["text"], add_special_tokens=chat_template is None)["input_ids"]
@@ -114,9 +114,9 @@ def test_bos_token_is_added_once(chat_template, utils, tmp_path):
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_passkey_documents_equal_command_prompts(utils, model_path):
-    options = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
-    documents = utils.make_passkey_documents(
+def test_passkey_documents_equal_command_prompts(task_utils, model_path):
+    options = {"max_seq_lengths": DOCUMENT_LENGTHS, "samples": 7, "keys": 4, "seed": 3}
+    documents = task_utils.make_passkey_documents(
         **options, pretrained=model_path, dtype="float32", mass_threshold=0.08
     )
     haystack = Haystack(make_tokenizer(), num_keys=4)
@@ -125,12 +125,12 @@ def test_passkey_documents_equal_command_prompts(utils, model_path):
     expected = [
         haystack.make_prompt(length, depth, index, seed=3)
         for depth, index in depths_and_indices
-        for length in LENGTHS
+        for length in DOCUMENT_LENGTHS
     ]
     assert [(document["text"], document["key"]) for document in documents] == [
         (prompt.text, prompt.key) for prompt in expected
     ]
-    generation_options = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
+    generation_options = read_task("cab_passkey.yaml", task_utils)["generation_kwargs"]
     assert generation_options["max_gen_toks"] == passkey.MAX_ANSWER_TOKENS
     assert generation_options["do_sample"] is False
 
@@ -140,7 +140,7 @@ def test_passkey_documents_equal_command_prompts(utils, model_path):
     ("tokenizer_name", "num_keys"), mark_slow_except([("merging", 4), ("smollm2", 12)], 0)
 )
 def test_recall_documents_have_tokens_of_teacher_forcing(
-    tokenizer_name, num_keys, text, utils, tmp_path
+    tokenizer_name, num_keys, text, task_utils, tmp_path
 ):
     """The tokens of a prompt and its key are the first tokens of the teacher-forced document."""
     if tokenizer_name == "merging":
@@ -154,7 +154,7 @@ def test_recall_documents_have_tokens_of_teacher_forcing(
     options = {"keys": num_keys, "documents": 1, "max_seq_lengths": [900], "haystack": text_file}
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     teacher_forced_document = make_recall_document(tokenizer, sentences, 900, num_keys, index=0)
-    documents = utils.make_recall_questions(**options, pretrained=tokenizer_folder)
+    documents = task_utils.make_recall_questions(**options, pretrained=tokenizer_folder)
     for document, (start, end) in zip(documents, teacher_forced_document.answers, strict=True):
         assert document["key"] == tokenizer.decode(teacher_forced_document.tokens[start:end])
         assert len(document["key"].strip()) == 5 and (
@@ -164,11 +164,18 @@ def test_recall_documents_have_tokens_of_teacher_forcing(
         assert tuple(ids) == teacher_forced_document.tokens[:end]
 
 
-@pytest.mark.parametrize(("maker_name", "options"), OPTIONS_BY_MAKER.items(), ids=OPTIONS_BY_MAKER)
+@pytest.mark.parametrize(
+    ("document_maker_name", "options"),
+    OPTIONS_BY_DOCUMENT_MAKER.items(),
+    ids=OPTIONS_BY_DOCUMENT_MAKER,
+)
 def test_documents_are_deterministic_and_alternate_lengths(
-    maker_name, options, utils, model_path, tmp_path
+    document_maker_name, options, task_utils, model_path, tmp_path
 ):
-    make_documents, options = getattr(utils, maker_name), {"max_seq_lengths": LENGTHS, **options}
+    make_documents, options = (
+        getattr(task_utils, document_maker_name),
+        {"max_seq_lengths": DOCUMENT_LENGTHS, **options},
+    )
     documents = make_documents(**options, pretrained=model_path)
     assert make_documents(**options, tokenizer=model_path) == documents
     assert make_documents(**options, pretrained=model_path, seed=1) != documents
@@ -176,24 +183,29 @@ def test_documents_are_deterministic_and_alternate_lengths(
     for document in make_documents(**options, pretrained=model_path, haystack=str(text_file)):
         assert "It rained all day" in document["text"]
         assert "grass" not in document["text"]
-    assert [document["length"] for document in documents] == LENGTHS * (len(documents) // 2)
+    assert [document["length"] for document in documents] == DOCUMENT_LENGTHS * (
+        len(documents) // 2
+    )
     # the prompt of a key ends where the document repeats the key, in its second half
-    min_share = 0.98 if maker_name == "make_passkey_documents" else 0.5
+    min_share = 0.98 if document_maker_name == "make_passkey_documents" else 0.5
     for document in documents:
         num_tokens = len(make_tokenizer()(document["text"])["input_ids"])
         assert min_share * document["length"] < num_tokens <= document["length"]
 
 
-def test_default_number_of_documents(utils, model_path):
-    maker_cases = (utils.make_passkey_documents, 1, 20), (utils.make_recall_questions, 12, 48)
-    for make_documents, num_keys, num_documents in maker_cases:
+def test_default_number_of_documents(task_utils, model_path):
+    document_maker_cases = (
+        (task_utils.make_passkey_documents, 1, 20),
+        (task_utils.make_recall_questions, 12, 48),
+    )
+    for make_documents, num_keys, num_documents in document_maker_cases:
         documents = make_documents(keys=num_keys, pretrained=model_path)
         assert [document["length"] for document in documents] == [4096] * num_documents
     # a document gives one prompt per key, and all keys differ
     assert [document["index"] for document in documents] == [index // 12 for index in range(48)]
     assert len({document["key"] for document in documents}) == 48
     with pytest.raises(ValueError, match="tokenizer must be a name or path"):
-        utils.make_passkey_documents(samples=1, dtype="float32")
+        task_utils.make_passkey_documents(samples=1, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -213,9 +225,9 @@ def test_default_number_of_documents(utils, model_path):
         *(("score_task_reply", "ABCDE, ABCDE.", 0.5), ("score_task_reply", "", 0.0)),
     ],
 )
-def test_reply_is_scored_under_its_length(scorer_name, reply, score, utils):
+def test_reply_is_scored_under_its_length(scorer_name, reply, score, task_utils):
     document = {"length": 8192, "key": "48213", "replies": ["ABCDE", "48213"]}
-    assert getattr(utils, scorer_name)(document, [reply]) == {"8192": score}
+    assert getattr(task_utils, scorer_name)(document, [reply]) == {"8192": score}
 
 
 # arguments without names of our models
@@ -287,8 +299,8 @@ def test_batched_requests_equal_single_requests(request_type, model_path):
     from cab_hf.eval.lm import CabLM
 
     texts = [
-        f"{PROSE_TEXT[start:]} " * num_repetitions
-        for start, num_repetitions in ((0, 25), (22, 9), (41, 20))
+        f"{PROSE_TEXT[text_start:]} " * num_repetitions
+        for text_start, num_repetitions in ((0, 25), (22, 9), (41, 20))
     ]
     arguments_by_type = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
     arguments_by_type["generate_until"] = ({"max_gen_toks": 4, "until": []},)
@@ -316,9 +328,9 @@ def test_batched_requests_equal_single_requests(request_type, model_path):
 
 
 def test_harness_reports_density_and_refuses_dense_runs(capsys):
-    model = tiny_model()
+    model = make_tiny_model()
     apply_cab(model, SMALL_BLOCKS_CONFIG, min_length=100, mass_threshold=0.08)
-    model(tokens(1, 90))
+    model(draw_token_ids(1, 90))
     with pytest.raises(UsageError, match="min_length must .*, got 100: no layer attended sparsely"):
         harness.report_attention(model)
     remove_cab(model)
@@ -327,7 +339,7 @@ def test_harness_reports_density_and_refuses_dense_runs(capsys):
     config = CabConfig.from_dict(
         apply_cab(model, SMALL_BLOCKS_CONFIG, **thresholds).config.cab_config
     )
-    model(tokens(1, 300))
+    model(draw_token_ids(1, 300))
     attention_report = harness.report_attention(model)
     assert (
         attention_report["cab_config"] == config.to_dict()
@@ -353,7 +365,7 @@ def run_harness(
         task_names: tasks.
         options: further options of the command.
     """
-    metadata = {"max_seq_lengths": LONG_LENGTHS, "samples": 3, "documents": 1}
+    metadata = {"max_seq_lengths": HARNESS_LENGTHS, "samples": 3, "documents": 1}
     harness_arguments = [
         "--tasks",
         ",".join(task_names),
@@ -369,8 +381,8 @@ def run_harness(
         f"pretrained={model_path},dtype=float32,{model_arguments}",
     ]
     harness_arguments += ["--metadata", json.dumps(metadata), "--output_path", str(run_folder)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [])
+    with pytest.MonkeyPatch.context() as patch_context:
+        patch_context.setattr(sys, "argv", [])
         assert main(["harness", "--", *harness_arguments]) == 0
     (results_file,) = run_folder.rglob("results_*.json")
     samples = {}
@@ -398,9 +410,9 @@ def test_harness_run_without_valid_scores_is_refused(
 ):
     pytest.importorskip("lm_eval")
     if is_damaged:
-        llama = LlamaForCausalLM.from_pretrained(model_path)
-        llama.lm_head.weight.data[:] = float("nan")
-        for saved_object in (llama, make_tokenizer()):
+        nan_model = LlamaForCausalLM.from_pretrained(model_path)
+        nan_model.lm_head.weight.data[:] = float("nan")
+        for saved_object in (nan_model, make_tokenizer()):
             saved_object.save_pretrained(model_path := tmp_path / "damaged")
     harness_arguments = ["--tasks", "cab_passkey", "--model", model_class, "--device", "cpu"]
     harness_arguments += [
@@ -431,13 +443,13 @@ def test_lm_eval_reports_accuracy_and_stderr_per_length(lm_eval_runs):
         for task_name in KEY_TASKS:
             metric_names = {key.split(",")[0] for key in results[task_name] if "_stderr" not in key}
             assert {metric for metric in metric_names if metric.isdigit()} == {"650", "700"}
-            for length in LONG_LENGTHS:
+            for length in HARNESS_LENGTHS:
                 assert 0 <= results[task_name][f"{length},none"] <= 1
                 assert isinstance(results[task_name][f"{length}_stderr,none"], float)
 
 
 def test_lm_eval_answers_equal_passkey_command_answers(lm_eval_runs, model_path):
-    options = {"model": model_path, "lengths": LONG_LENGTHS, "device": "cpu", "dtype": "float32"}
+    options = {"model": model_path, "lengths": HARNESS_LENGTHS, "device": "cpu", "dtype": "float32"}
     passkey_experiment = passkey.Passkey(passkey.Settings(**options, cab=SPARSE_ASSIGNMENTS))
     for method, (_, samples) in lm_eval_runs.items():
         for sample in samples["cab_passkey"]:
@@ -459,8 +471,8 @@ def test_lm_eval_runs_every_task(model_path, tmp_path):
     )
     for name in task_names:
         (sample,) = samples[name]
-        assert sample["doc"]["length"] == LONG_LENGTHS[0]
-        assert sample[str(LONG_LENGTHS[0])] == results[name][f"{LONG_LENGTHS[0]},none"]
+        assert sample["doc"]["length"] == HARNESS_LENGTHS[0]
+        assert sample[str(HARNESS_LENGTHS[0])] == results[name][f"{HARNESS_LENGTHS[0]},none"]
 
 
 def test_teacher_forced_keys_use_sparse_attention(lm_eval_runs):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from long_runs import run_eval_and_read_results
 from tiny import SPARSE_CONFIG as SMALL_BLOCKS
-from tiny import tiny_model
+from tiny import make_tiny_model
 from tiny import tokens as random_tokens
 from torch.nn import functional as F
 from words import CHAT_TEMPLATE, make_tokenizer
@@ -41,11 +41,11 @@ from cab_hf.eval.teacher_forcing import (
 def make_fake_model(logits):
     """Return a fake model whose logits are [length, vocabulary] ``logits`` for every input."""
 
-    def model(ids, logits_to_keep, use_cache):
+    def run_fake_model(ids, logits_to_keep, use_cache):
         return SimpleNamespace(logits=logits[None, logits_to_keep])
 
-    model.device = "cpu"
-    return model
+    run_fake_model.device = "cpu"
+    return run_fake_model
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_divergence_by_hand():
 
 def make_model_and_tokens(length):
     """Return a tiny model and ``length`` random tokens."""
-    return tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
+    return make_tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
 def test_continuation_logits_equal_one_pass(chunk_tokens):
-    (model, tokens), ranges = make_model_and_tokens(90), ((50, 51), (60, 90))
-    one_pass_log_probs = predict_log_probs(model, Reading(tokens, ranges))
+    (model, tokens), scored_ranges = make_model_and_tokens(90), ((50, 51), (60, 90))
+    one_pass_log_probs = predict_log_probs(model, Reading(tokens, scored_ranges))
     continued_log_probs = predict_log_probs(
-        model, Reading(tokens, ranges, prompt_length=50), chunk=chunk_tokens
+        model, Reading(tokens, scored_ranges, prompt_length=50), chunk=chunk_tokens
     )
     torch.testing.assert_close(continued_log_probs, one_pass_log_probs, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be after the prompt of 70 tokens, got 50"):
-        predict_log_probs(model, Reading(tokens, ranges, prompt_length=70))
+        predict_log_probs(model, Reading(tokens, scored_ranges, prompt_length=70))
 
 
 def test_prompt_is_prefilled_in_chunks():
@@ -135,15 +135,15 @@ def test_turn_logits_equal_one_pass(prefill_chunk):
 
 def test_turns_share_one_cache():
     """Record a pair for each call of the model: its number of tokens, and of cached tokens."""
-    (model, tokens), calls = make_model_and_tokens(50), []
+    (model, tokens), recorded_calls = make_model_and_tokens(50), []
 
     def record_call(model, args, kwargs):
         cache = kwargs[get_cache_name(model)]
-        calls.append((args[0].shape[1], cache.get_seq_length() if cache else 0))
+        recorded_calls.append((args[0].shape[1], cache.get_seq_length() if cache else 0))
 
     model.register_forward_pre_hook(record_call, with_kwargs=True)
     predict_turns(model, Reading(tokens, ((18, 20), (45, 50))), 3)
-    assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
+    assert recorded_calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
 
 
 @pytest.mark.parametrize("length", [8192, 901])
@@ -222,7 +222,7 @@ def test_task_probes_are_prompts_with_answers(model_folder):
     assert experiment.make_reading("noise", 600, "tracking", depth=None, index=1) == expected
 
 
-class ModelWithNewArgument:
+class ModelWithNewCacheArgument:
     """A model with the cache argument of new transformers versions. It returns this argument."""
 
     def forward(self, ids, cache=None, use_cache=None):
@@ -232,7 +232,7 @@ class ModelWithNewArgument:
         return self.forward(ids, **options)
 
 
-class ModelWithOldArgument(ModelWithNewArgument):
+class ModelWithOldCacheArgument(ModelWithNewCacheArgument):
     """A model with the cache argument of old transformers versions. It returns this argument."""
 
     def forward(self, ids, past_key_values=None, use_cache=None):
@@ -241,7 +241,10 @@ class ModelWithOldArgument(ModelWithNewArgument):
 
 @pytest.mark.parametrize(
     ("model", "argument_name"),
-    [(ModelWithNewArgument(), CACHE_ARGUMENT), (ModelWithOldArgument(), OLD_CACHE_ARGUMENT)],
+    [
+        (ModelWithNewCacheArgument(), CACHE_ARGUMENT),
+        (ModelWithOldCacheArgument(), OLD_CACHE_ARGUMENT),
+    ],
 )
 def test_cache_argument_name_follows_model(model, argument_name):
     assert get_cache_name(model) == argument_name
@@ -249,7 +252,7 @@ def test_cache_argument_name_follows_model(model, argument_name):
 
 
 def test_chunked_prefill_equals_one_pass_without_warnings():
-    model, ids = tiny_model(), random_tokens(1, 12, seed=3)
+    model, ids = make_tiny_model(), random_tokens(1, 12, seed=3)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         first_output = read_with_cache(model, ids[:, :8], None)

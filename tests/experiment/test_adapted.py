@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import SPARSE_CONFIG, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids
 from words import save_llama
 
 import cab_hf
@@ -49,7 +49,7 @@ def trained_adapter(tmp_path_factory):
         shutil.copy(folder / "all-files" / file_name, folder / MODEL_NAME)
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        return folder, adapted_model(tokens(2, 100)).logits
+        return folder, adapted_model(draw_token_ids(2, 100)).logits
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def packaged_adapter(trained_adapter, tmp_path, monkeypatch):
 def compute_logits():
     model, _ = models.load_model(MODEL_NAME, "cpu", "float32")
     with torch.no_grad():
-        return model(tokens(2, 100)).logits
+        return model(draw_token_ids(2, 100)).logits
 
 
 def test_merged_model_is_cached_and_equals_base_with_adapter(

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from tiny import make_tiny_model
 from transformers import BloomConfig, GPT2Config, LlamaConfig
 
 import cab_hf
@@ -223,7 +223,7 @@ def make_json_changer(file_name, **fields):
 
 
 def write_other_weights(folder):
-    tiny_model(num_hidden_layers=2, vocab_size=300).save_pretrained(folder)
+    make_tiny_model(num_hidden_layers=2, vocab_size=300).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_identity_differs_for_weights_with_equal_index(tmp_path):
     model_hashes = set()
     for seed in (1, 2):
         folder = tmp_path / str(seed) / "tiny"
-        model = tiny_model()
+        model = make_tiny_model()
         with torch.no_grad():
             model.lm_head.weight.add_(seed)
         model.save_pretrained(folder, max_shard_size="50KB")
@@ -383,7 +383,7 @@ def test_remote_code_runs_only_when_trusted(remote_code_model, load_name):
     ids=["rotary", "learned", "stretched", "none"],
 )
 def test_max_positions_of_config_variants(config, max_tokens):
-    assert models.max_prompt_tokens(config, num_generated=8) == max_tokens
+    assert models.max_prompt_tokens(config, num_generated_tokens=8) == max_tokens
 
 
 @pytest.fixture(scope="module")

@@ -48,9 +48,13 @@ def test_other_rope_base_uses_nearest_frequencies():
     frequencies = model.model.rotary_emb.inv_freq
     wide_frequencies = wide_model.model.rotary_emb.inv_freq
     # channel i < 64 is the first channel of RoPE pair i; the weights of unused pairs are zero
-    is_used = wide_model.model.layers[0].self_attn.q_proj.weight[:128].abs().sum(1)[:64] > 0
-    frequency_ratio = wide_frequencies[is_used] / frequencies
-    assert is_used.sum() == 32 and frequency_ratio.min() > 0.89 and frequency_ratio.max() < 1.12
+    is_channel_used = wide_model.model.layers[0].self_attn.q_proj.weight[:128].abs().sum(1)[:64] > 0
+    frequency_ratio = wide_frequencies[is_channel_used] / frequencies
+    assert (
+        is_channel_used.sum() == 32
+        and frequency_ratio.min() > 0.89
+        and frequency_ratio.max() < 1.12
+    )
 
 
 @torch.no_grad()

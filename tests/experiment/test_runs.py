@@ -121,12 +121,12 @@ def test_packed_log_can_be_continued(log_path):
     log_path.unlink()
     assert read_indices(log_path) == [0, 1]
     packed_path.write_bytes(packed_path.read_bytes()[:-9])
-    for read_or_open in (
+    for read_or_open_log in (
         lambda: read_log(log_path),
         lambda: Log(log_path, RUN_IDENTITY, KEY_FIELDS),
     ):
         with pytest.raises(LogError, match="samples.jsonl.xz is not a complete xz file"):
-            read_or_open()
+            read_or_open_log()
     assert list(log_path.parent.iterdir()) == [packed_path]
 
 

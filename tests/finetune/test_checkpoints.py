@@ -36,7 +36,7 @@ def write_adapter(folder):
     (folder / "weights").write_text("of the adapter")
 
 
-def save_step(checkpoints_of_run, step):
+def save_checkpoint_of_step(checkpoints_of_run, step):
     """Save a checkpoint of ``step`` with a tensor of three elements, and return its folder."""
     shared_state = {"value": torch.full((3,), step)}
     return checkpoints_of_run.save(step, shared_state, {"data": str(step)}, write_adapter)
@@ -51,7 +51,7 @@ def test_newest_two_checkpoints_remain(checkpoints_of_run):
     assert checkpoints_of_run.find_newest() is None
     # sorted by name, step-100000000 would come before step-99999999
     for step in (2, 4, 99_999_999, 100_000_000):
-        save_step(checkpoints_of_run, step)
+        save_checkpoint_of_step(checkpoints_of_run, step)
     assert list_folder_names(checkpoints_of_run) == ["step-100000000", "step-99999999"]
     shared_state, process_state = checkpoints_of_run.load(checkpoints_of_run.find_newest())
     assert (shared_state["step"], shared_state["value"][0], process_state["data"]) == (
@@ -82,8 +82,8 @@ KILL_CASES = {
 def test_incomplete_checkpoint_is_ignored(
     checkpoints_of_run, monkeypatch, function_name, num_calls_before_kill, newest_step
 ):
-    save_step(checkpoints_of_run, 1)
-    save_step(checkpoints_of_run, 2)
+    save_checkpoint_of_step(checkpoints_of_run, 1)
+    save_checkpoint_of_step(checkpoints_of_run, 2)
     module_by_function = {
         "save": torch,
         "sync_to_disk": checkpoints,
@@ -95,45 +95,46 @@ def test_incomplete_checkpoint_is_ignored(
     killing_mock = Mock(
         wraps=original_function, side_effect=[DEFAULT] * num_calls_before_kill + [KilledError]
     )
-    with monkeypatch.context() as patch:
-        patch.setattr(module_by_function[function_name], function_name, killing_mock)
+    with monkeypatch.context() as patch_context:
+        patch_context.setattr(module_by_function[function_name], function_name, killing_mock)
         with pytest.raises(KilledError):
-            save_step(checkpoints_of_run, 3)
+            save_checkpoint_of_step(checkpoints_of_run, 3)
     assert checkpoints_of_run.find_newest().name == f"step-{newest_step:08d}"
     assert checkpoints_of_run.load(checkpoints_of_run.find_newest())[0]["step"] == newest_step
-    save_step(checkpoints_of_run, 4)
+    save_checkpoint_of_step(checkpoints_of_run, 4)
     # saving step 4 has removed the incomplete folder of step 3
     assert list_folder_names(checkpoints_of_run) == [f"step-{newest_step:08d}", "step-00000004"]
 
 
 def test_files_are_synced_before_rename(checkpoints_of_run, monkeypatch):
-    events = []
+    disk_events = []
     original_sync, original_rename = checkpoints.sync_to_disk, os.rename
     monkeypatch.setattr(
-        checkpoints, "sync_to_disk", lambda path: (events.append(path), original_sync(path))
+        checkpoints, "sync_to_disk", lambda path: (disk_events.append(path), original_sync(path))
     )
     monkeypatch.setattr(
-        os, "rename", lambda a, b: (events.append("renamed"), original_rename(a, b))
+        os, "rename", lambda a, b: (disk_events.append("renamed"), original_rename(a, b))
     )
-    saved_folder = save_step(checkpoints_of_run, 1)
-    names_synced_before_rename = {path.name for path in events[: events.index("renamed")]}
+    saved_folder = save_checkpoint_of_step(checkpoints_of_run, 1)
+    names_synced_before_rename = {path.name for path in disk_events[: disk_events.index("renamed")]}
     assert {path.name for path in saved_folder.rglob("*")} <= names_synced_before_rename
-    assert events[-1] == checkpoints_of_run.folder
+    assert disk_events[-1] == checkpoints_of_run.folder
 
 
-@pytest.mark.parametrize("large_part", ["process_state", "shared", "adapter"])
-def test_full_disk_error_is_the_same_for_all_libraries(checkpoints_of_run, large_part):
-    save_step(checkpoints_of_run, 1)
+@pytest.mark.parametrize("large_state_name", ["process_state", "shared", "adapter"])
+def test_full_disk_error_is_the_same_for_all_libraries(checkpoints_of_run, large_state_name):
+    save_checkpoint_of_step(checkpoints_of_run, 1)
     large_state, small_state = {"x": torch.zeros(50_000)}, {"x": torch.zeros(1)}
 
     def write_adapter(folder):
         folder.mkdir()
         save_file(
-            large_state if large_part == "adapter" else small_state, folder / "adapter.safetensors"
+            large_state if large_state_name == "adapter" else small_state,
+            folder / "adapter.safetensors",
         )
 
-    shared_state = large_state if large_part == "shared" else small_state
-    process_state = large_state if large_part == "process_state" else small_state
+    shared_state = large_state if large_state_name == "shared" else small_state
+    process_state = large_state if large_state_name == "process_state" else small_state
     # simulate a full disk: limit the size of each written file to 100,000 bytes
     previous_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous_limits[1]))
@@ -143,12 +144,12 @@ def test_full_disk_error_is_the_same_for_all_libraries(checkpoints_of_run, large
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, previous_limits)
     assert list_folder_names(checkpoints_of_run) == [".step-00000002.partial", "step-00000001"]
-    save_step(checkpoints_of_run, 2)
+    save_checkpoint_of_step(checkpoints_of_run, 2)
     assert list_folder_names(checkpoints_of_run) == ["step-00000001", "step-00000002"]
 
 
 def test_other_process_count_raises(checkpoints_of_run):
-    saved_folder = save_step(checkpoints_of_run, 1)
+    saved_folder = save_checkpoint_of_step(checkpoints_of_run, 1)
     checkpoints_of_two_processes = Checkpoints(checkpoints_of_run.folder, 0, 2, lambda: None)
     with pytest.raises(UsageError, match="made by 1 processes, and this run has 2. Start as many"):
         checkpoints_of_two_processes.load(saved_folder)

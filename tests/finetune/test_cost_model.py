@@ -10,8 +10,8 @@ import transformers
 from accelerate.utils import DistributedType
 from marks import skip_before_transformers
 from tensor_bytes import TensorBytes
-from tiny import MODEL_SIZES, tiny_model, tokens
-from tiny_types import tiny_model as tiny_type
+from tiny import MODEL_SIZES, draw_token_ids, make_tiny_model
+from tiny_types import make_tiny_model as make_model_of_type
 from torch.utils.flop_counter import FlopCounterMode
 from trained import make_batch
 
@@ -31,7 +31,7 @@ RESULTS_FOLDER = Path(__file__).parents[2] / "eval" / "results"
 
 def make_adapted_model(**config_overrides):
     """Return the tiny model with LoRA adapters and eager attention."""
-    model = tiny_model(attn_implementation="eager", **config_overrides)
+    model = make_tiny_model(attn_implementation="eager", **config_overrides)
     return with_lora(model, LORA_TARGETS, rank=4, alpha=8)
 
 
@@ -43,7 +43,7 @@ def test_flops_equal_torch_flop_counter():
     flop_counter = FlopCounterMode(display=False)
     with flop_counter:
         Objective(model)(make_batch(length)).backward()
-    cost = cost_model.Cost.of(model)
+    cost = cost_model.Cost.from_model(model)
     # eager attention computes all length^2 pairs, also those above the diagonal
     expected_flops = cost.count_product_flops(length) + sum(
         cost.count_attention_flops([length**2] * 3)
@@ -52,7 +52,7 @@ def test_flops_equal_torch_flop_counter():
 
 
 def test_weight_flops_depend_on_trained_parameters():
-    cost = cost_model.Cost.of(make_adapted_model())
+    cost = cost_model.Cost.from_model(make_adapted_model())
     (
         hidden_size,
         intermediate_size,
@@ -97,19 +97,19 @@ def test_mixture_of_experts_flops_are_unknown():
         "num_experts_per_tok": 2,
     }
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config_sizes))
-    cost = cost_model.Cost.of(model)
+    cost = cost_model.Cost.from_model(model)
     assert "mlp" in cost.unknown_flops_reason and cost.count_product_flops(1) == 0
 
 
 @skip_before_transformers("5.24", "Gemma 4 computes one product more")
 def test_attention_flops_follow_heads_of_each_layer():
     """Half of Gemma 4's layers have full attention, with twice the head dim of windowed layers."""
-    length, model = 48, tiny_type("gemma4_text").float().requires_grad_(True)
+    length, model = 48, make_model_of_type("gemma4_text").float().requires_grad_(True)
     model.set_attn_implementation("eager")
     flop_counter = FlopCounterMode(display=False)
     with flop_counter, torch.no_grad():
-        model(tokens(1, length), use_cache=False)
-    cost = cost_model.Cost.of(model)
+        model(draw_token_ids(1, length), use_cache=False)
+    cost = cost_model.Cost.from_model(model)
     assert cost.layer_channels == (64, 128) * 2 and cost.layer_windows == (64, None) * 2
     expected_flops = (
         cost.count_product_flops(length) + sum(cost.count_attention_flops([length**2] * 4))
@@ -118,20 +118,24 @@ def test_attention_flops_follow_heads_of_each_layer():
 
 
 def test_pairs_respect_documents_rows_and_windows():
-    cost = cost_model.Cost.of(tiny_model())
-    positions_by_pairs = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
-    for num_pairs, positions in positions_by_pairs.items():
+    cost = cost_model.Cost.from_model(make_tiny_model())
+    positions_by_num_pairs = {
+        10: [[0, 1, 2, 3]],
+        6: [[0, 1, 0, 1]],
+        17: [[0, 1, 2, 3], [0, 0, 1, 2]],
+    }
+    for num_pairs, positions in positions_by_num_pairs.items():
         assert cost.count_pairs(torch.tensor(positions)) == (num_pairs,) * 3
-    cost = cost_model.Cost.of(tiny_model("mistral-sliding"))
+    cost = cost_model.Cost.from_model(make_tiny_model("mistral-sliding"))
     # 40 + 39 + ... + 1 pairs for the first 40 tokens, and 40 for each later token
     assert cost.count_pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
-    mixed_window_cost = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
+    mixed_window_cost = cost_model.Cost.from_model(make_tiny_model("qwen3-some-sliding"))
     assert sorted(mixed_window_cost.count_pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
     assert mixed_window_cost.layer_windows == (None, 40, 40)
 
 
 def test_log_line_has_density_and_pairs():
-    cost = cost_model.Cost.of(tiny_model())
+    cost = cost_model.Cost.from_model(make_tiny_model())
     layer_stats = [
         {"layer": layer_index, "density": density}
         for layer_index, density in enumerate((0.5, None, 0.25))
@@ -160,7 +164,7 @@ def make_four_layer_model(vocabulary_size, dtype=torch.float32, **model_options)
     """Return a four-layer model with LoRA adapters on attention projections, in training mode."""
     config_sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary_size}
     head_sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    model = tiny_model(num_hidden_layers=4, **config_sizes, **head_sizes, **model_options)
+    model = make_tiny_model(num_hidden_layers=4, **config_sizes, **head_sizes, **model_options)
     return with_lora(model.to(dtype), ATTENTION_PROJECTIONS, 4, 8).train()
 
 
@@ -193,7 +197,7 @@ def test_memory_estimate_is_close_to_measurement(vocabulary_size, dtype, has_che
         "loss_chunk_tokens": 2**26,
     }
     estimated_memory = cost_model.estimate_memory(
-        cost_model.Cost.of(model), 512, **estimate_options
+        cost_model.Cost.from_model(model), 512, **estimate_options
     )
     assert estimated_memory.device_bytes == pytest.approx(tensor_bytes.peak_bytes, rel=0.15)
 
@@ -207,10 +211,10 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary_size, num_offl
     compute_in_tiles(model, tile_tokens)
     checkpoint_bytes = length * 128 * 4
     offload = Offload(num_offloaded_layers, torch.device("cpu"), chunk_bytes=checkpoint_bytes)
-    offload.enable(model)
+    offload.install_in_layers(model)
     with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
         Objective(model)(make_batch(length)).backward()
-    cost = cost_model.Cost.of(model)
+    cost = cost_model.Cost.from_model(model)
     estimated_memory = cost_model.estimate_memory(
         cost,
         length,
@@ -221,11 +225,13 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary_size, num_offl
     )
     # on a CPU, offloaded checkpoints are counted too: subtract them. The measured step has no
     # optimizer: add its estimate
-    measured_bytes = tensor_bytes.peak_bytes - offload.host_bytes + estimated_memory.optimizer
+    measured_bytes = tensor_bytes.peak_bytes - offload.host_bytes + estimated_memory.optimizer_bytes
     assert estimated_memory.device_bytes == pytest.approx(measured_bytes, rel=0.05)
     # each offloaded checkpoint takes one chunk of host memory, 256 MiB
     assert (
-        estimated_memory.host_bytes == estimated_memory.checkpoints == num_offloaded_layers * 2**28
+        estimated_memory.host_bytes
+        == estimated_memory.offloaded_checkpoint_bytes
+        == num_offloaded_layers * 2**28
     )
 
 
@@ -249,7 +255,7 @@ def llama_8b_cost():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_8B_SIZES)).bfloat16()
     model = with_lora(model, ATTENTION_PROJECTIONS, 16, 32)
-    return cost_model.Cost.of(model)
+    return cost_model.Cost.from_model(model)
 
 
 def make_settings(length, **other_settings):
@@ -279,7 +285,7 @@ def test_smallest_sufficient_number_of_layers_is_offloaded(
         available_memory.can_hold(memory_fit.memory)
         and memory_fit.num_offloaded_layers == num_offloaded_layers
     )
-    assert memory_fit.memory.checkpoints == num_offloaded_layers * length * 4096 * 2
+    assert memory_fit.memory.offloaded_checkpoint_bytes == num_offloaded_layers * length * 4096 * 2
     fit_with_fewer_layers = dry_run.choose_offloading(
         make_settings(length, offload_layers=max(0, num_offloaded_layers - 1)),
         llama_8b_cost,
@@ -345,7 +351,7 @@ def test_packed_step_estimate_matches_h200_measurement(model_type, other_setting
         model = with_lora(model.bfloat16(), ATTENTION_PROJECTIONS, 32, 64)
     run_settings = Settings(data=("a.txt",), checkpointing=False, **other_settings)
     step_memory = dry_run.choose_offloading(
-        run_settings, cost_model.Cost.of(model), {}, H200_MEMORY
+        run_settings, cost_model.Cost.from_model(model), {}, H200_MEMORY
     ).memory
     assert step_memory.device_bytes / cost_model.GIB == pytest.approx(peak_gib, rel=0.1)
 
@@ -378,7 +384,7 @@ def test_4_bit_weights_are_counted_at_stored_size(llama_8b_cost):
     loaded_weight_bytes, estimated_weight_bytes = (
         dry_run.choose_offloading(
             make_settings(2**13, qlora=True, dry_run=is_dry_run), llama_8b_cost, {}, H200_MEMORY
-        ).memory.weights
+        ).memory.weight_bytes
         for is_dry_run in (False, True)
     )
     assert loaded_weight_bytes == llama_8b_cost.weight_bytes
@@ -391,7 +397,7 @@ def test_4_bit_weights_are_counted_at_stored_size(llama_8b_cost):
 )
 def test_gpu_offloads_number_of_layers_of_estimate(monkeypatch, gpu_gib, num_offloaded_layers):
     offload_calls = []
-    offload = SimpleNamespace(enable=offload_calls.append)
+    offload = SimpleNamespace(install_in_layers=offload_calls.append)
     monkeypatch.setattr(train, "Offload", lambda *args: offload_calls.append(args) or offload)
     device = torch.device("cuda")
     run = object.__new__(train.Run)
@@ -408,8 +414,8 @@ def test_gpu_offloads_number_of_layers_of_estimate(monkeypatch, gpu_gib, num_off
         "length": 2**15,
     }
     run.settings = Settings(data=("a.txt",), tile_tokens=16, **memory_settings)
-    run.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
-    cost = cost_model.Cost.of(run.model)
+    run.model = with_lora(make_tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
+    cost = cost_model.Cost.from_model(run.model)
     if num_offloaded_layers == "refused":
         with pytest.raises(UsageError, match="got 32768; the longest length that fits is"):
             run._fit_into_memory(cost)
@@ -422,7 +428,7 @@ def test_gpu_offloads_number_of_layers_of_estimate(monkeypatch, gpu_gib, num_off
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])
 def test_memory_estimate_reads_all_config_spellings(model_type):
-    cost = cost_model.Cost.of(tiny_type(model_type))
+    cost = cost_model.Cost.from_model(make_model_of_type(model_type))
     short_step_bytes, long_step_bytes = (
         cost_model.choose_offloading(
             cost, num_tokens, cost_model.AvailableMemory(2**30, 2**30)
@@ -443,8 +449,8 @@ def test_report_has_offload_bytes_and_time(llama_8b_cost):
         available_memory=H200_MEMORY,
     )
     # 17 layers x 4 GiB, copied to the host and back
-    copy_phrase = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
-    assert f"checkpoints of the first 17 layers; each micro batch {copy_phrase}" in report_text
+    copy_description = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
+    assert f"checkpoints of the first 17 layers; each micro batch {copy_description}" in report_text
     assert "on its host: 100.00 GiB (checkpoints 68.00, plans 32.00, sharded 0.00)" in report_text
     assert "fits into 140.0 GiB" in report_text
 
@@ -478,7 +484,7 @@ def test_host_weights_reduce_memory_for_checkpoints(llama_8b_cost):
         == pytest.approx(moved_bytes)
     )
     # the device never has the weights of more than 2 of the 32 layers at once
-    assert memory_with_host_weights.weights == pytest.approx(llama_8b_cost.weight_bytes / 16)
+    assert memory_with_host_weights.weight_bytes == pytest.approx(llama_8b_cost.weight_bytes / 16)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from tiny import FULL_BUDGET_CONFIG, tiny_model
+from tiny import FULL_BUDGET_CONFIG, make_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from words import make_tokenizer
@@ -116,7 +116,7 @@ def spell_tokens(tokenizer, tokens):
 parametrize_streaming = pytest.mark.parametrize(
     "streaming", [False, True], ids=["indexed", "streaming"]
 )
-parametrize_suffix = pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+parametrize_file_suffix = pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 
 
 def spell_sequences(texts, sequence_tokens, tokenizer=None):
@@ -177,7 +177,7 @@ def test_short_documents_are_skipped(streaming):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
 def test_packed_logits_equal_single_document_logits(implementation):
-    model = tiny_model(num_hidden_layers=2, vocab_size=len(WORD_TOKENIZER))
+    model = make_tiny_model(num_hidden_layers=2, vocab_size=len(WORD_TOKENIZER))
     cab_hf.apply_cab(model, FULL_BUDGET_CONFIG)
     model.set_attn_implementation(implementation)
     source = make_memory_source(make_texts(12), is_shuffled=False)
@@ -224,7 +224,7 @@ def test_sources_have_configured_token_shares():
 
 @pytest.mark.parametrize("mixture_kind", ["text", "text and retrieval"])
 @parametrize_streaming
-@parametrize_suffix
+@parametrize_file_suffix
 def test_killed_run_continues_at_same_sequence(tmp_path, suffix, streaming, mixture_kind):
     folder_name = write_folder(tmp_path, suffix, make_texts(40))
 
@@ -267,13 +267,31 @@ def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
         text_iterator = sources.TextIterator(source, sources.DocumentFilter(0), str(salt))
         return [[int(next(text_iterator).split()[0]) for _ in range(40)] for _ in range(3)]
 
-    numbers_with_salt_0, numbers_with_salt_1 = read_document_numbers(0), read_document_numbers(1)
-    assert all(
-        sorted(epoch) == list(range(40)) for epoch in (*numbers_with_salt_0, *numbers_with_salt_1)
+    document_numbers_with_salt_0, document_numbers_with_salt_1 = (
+        read_document_numbers(0),
+        read_document_numbers(1),
     )
-    assert numbers_with_salt_0 == read_document_numbers(0)
-    assert len({tuple(epoch) for epoch in (*numbers_with_salt_0, *numbers_with_salt_1)}) == 6
-    assert read_document_numbers(0, seed=1) != numbers_with_salt_0
+    assert all(
+        sorted(document_numbers_of_epoch) == list(range(40))
+        for document_numbers_of_epoch in (
+            *document_numbers_with_salt_0,
+            *document_numbers_with_salt_1,
+        )
+    )
+    assert document_numbers_with_salt_0 == read_document_numbers(0)
+    assert (
+        len(
+            {
+                tuple(document_numbers_of_epoch)
+                for document_numbers_of_epoch in (
+                    *document_numbers_with_salt_0,
+                    *document_numbers_with_salt_1,
+                )
+            }
+        )
+        == 6
+    )
+    assert read_document_numbers(0, seed=1) != document_numbers_with_salt_0
     assert read_document_numbers(0, is_shuffled=False) == [list(range(40))] * 3
 
 
@@ -528,7 +546,7 @@ def read_documents(source_name, streaming=False):
 
 
 @parametrize_streaming
-@parametrize_suffix
+@parametrize_file_suffix
 @pytest.mark.parametrize(
     ("path_pattern", "matching_path"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")]
 )
@@ -542,15 +560,15 @@ def test_path_is_not_expanded_as_glob(tmp_path, suffix, path_pattern, matching_p
 
 def test_fingerprint_depends_on_content_only(tmp_path):
     """Compare equal content under other file names, folders and time stamps."""
-    fingerprints, texts_read = [], []
+    fingerprints, texts_of_folders = [], []
     for folder, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
         for file_number, text in enumerate(texts):
             file = write_file(tmp_path / folder / f"{folder}-{file_number}.txt", [text])
             os.utime(file, (1.7e9, 1.7e9))
         fingerprints.append(make_source(str(tmp_path / folder)).sha256)
-        texts_read.append(read_documents(tmp_path / folder))
+        texts_of_folders.append(read_documents(tmp_path / folder))
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
-    assert texts_read == [[*"abcd"], [*"abcd"], [*"bacd"]]
+    assert texts_of_folders == [[*"abcd"], [*"abcd"], [*"bacd"]]
 
 
 TEXT_BY_HIDDEN_OR_VISIBLE_FILE = {
@@ -671,7 +689,7 @@ def test_validation_on_training_source_raises(
         sources.refuse_overlap(training_pairs, validation_pairs)
 
 
-@parametrize_suffix
+@parametrize_file_suffix
 @parametrize_streaming
 def test_local_files_make_no_network_request(tmp_path, monkeypatch, suffix, streaming):
     requested_hosts = []

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from tensor_bytes import TensorBytes
-from tiny import MODEL_SIZES, tiny_model
+from tiny import MODEL_SIZES, make_tiny_model
 from trained import interrupt_backward, make_batch, make_lora_model, run_train_step
 from transformers import (
     CohereConfig,
@@ -39,9 +39,9 @@ def assert_close_tensors(actual, expected):
 
 # by name: (function that returns the model, True if norms are trained)
 MODEL_KINDS = {
-    "llama": (tiny_model, False),
-    "trained norms": (tiny_model, True),
-    "norms of queries": (partial(tiny_model, "qwen3"), False),
+    "llama": (make_tiny_model, False),
+    "trained norms": (make_tiny_model, True),
+    "norms of queries": (partial(make_tiny_model, "qwen3"), False),
     "norms after layers": (lambda: Olmo2ForCausalLM(Olmo2Config(**MODEL_SIZES)), False),
     "norms with a weight per head": (
         lambda: CohereForCausalLM(CohereConfig(**MODEL_SIZES, use_qk_norm=True)),
@@ -98,7 +98,9 @@ def test_tiles_limit_largest_mlp_tensor(monkeypatch):
     intermediate_size, length = 1024, 2048
     # limit a chunk of logits to 2^16 elements: 128 tokens x 512 words
     monkeypatch.setattr(loss, "LOGITS_PER_CHUNK", 2**16)
-    model = tiny_model(intermediate_size=intermediate_size, num_hidden_layers=1, vocab_size=512)
+    model = make_tiny_model(
+        intermediate_size=intermediate_size, num_hidden_layers=1, vocab_size=512
+    )
     model = with_lora(model.bfloat16(), LORA_TARGETS, 4, 8).train()
     enable_gradient_checkpointing(model)
 
@@ -138,7 +140,7 @@ def test_experts_are_not_tiled_and_are_reported():
     compute_in_tiles(model, TILE_TOKENS)
     assert_close_tensors(run_step_of_sequence(model), untiled_results)
     # the memory estimate also ignores the tile size for this model
-    cost = cost_model.Cost.of(model)
+    cost = cost_model.Cost.from_model(model)
     assert cost_model.estimate_memory(
         cost, SEQUENCE_TOKENS, tile_tokens=TILE_TOKENS
     ) == cost_model.estimate_memory(cost, SEQUENCE_TOKENS)
@@ -153,15 +155,17 @@ CPU_DEVICE = torch.device("cpu")
 
 def make_four_layer_model(dropout=0.0):
     """Return a four-layer model with LoRA adapters and gradient checkpointing."""
-    make_base_model = partial(tiny_model, num_hidden_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE)
+    make_base_model = partial(
+        make_tiny_model, num_hidden_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE
+    )
     return make_lora_model(("q_proj", "o_proj", "up_proj"), make_base_model, dropout=dropout)
 
 
 def make_offloaded_model(num_offloaded_layers):
     """Return (model, its `Offload`); the first ``num_offloaded_layers`` layers are offloaded."""
     model, offload = make_four_layer_model(), Offload(num_offloaded_layers, CPU_DEVICE, CHUNK_BYTES)
-    offload.reserve(CHECKPOINT_BYTES)
-    offload.enable(model)
+    offload.reserve_host_memory(CHECKPOINT_BYTES)
+    offload.install_in_layers(model)
     return model, offload
 
 
@@ -175,7 +179,7 @@ def count_free_bytes(offload):
 def test_offloaded_step_is_bit_identical(num_offloaded_layers, dropout):
     model = make_four_layer_model(dropout)
     expected_tensors = run_step_of_sequence(model).values()
-    Offload(num_offloaded_layers, CPU_DEVICE, CHUNK_BYTES).enable(model)
+    Offload(num_offloaded_layers, CPU_DEVICE, CHUNK_BYTES).install_in_layers(model)
     # the second step reuses the host memory of the first
     for _ in range(2):
         assert all(map(torch.equal, run_step_of_sequence(model).values(), expected_tensors))
@@ -233,7 +237,7 @@ def test_aborted_backward_releases_memory():
 def test_two_forward_passes_can_be_open():
     model = make_four_layer_model()
     _, *expected_gradients = run_step_of_sequence(model).values()
-    Offload(3, CPU_DEVICE, CHUNK_BYTES).enable(model)
+    Offload(3, CPU_DEVICE, CHUNK_BYTES).install_in_layers(model)
     model.zero_grad()
     losses = [Objective(model)(make_batch(SEQUENCE_TOKENS)) for _ in range(2)]
     sum(losses).backward()
@@ -244,4 +248,4 @@ def test_two_forward_passes_can_be_open():
 
 def test_offloading_more_layers_than_model_has_raises():
     with pytest.raises(ValueError, match="offload_layers must be at most 4, .*, got 5"):
-        Offload(NUM_LAYERS + 1, CPU_DEVICE).enable(make_four_layer_model())
+        Offload(NUM_LAYERS + 1, CPU_DEVICE).install_in_layers(make_four_layer_model())

@@ -120,7 +120,9 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     assert checkpoint.name == "step-00000002"
     # if weights or data differ between processes, the run stops before the first step
     weight_fact = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
-    source_facts = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
+    source_facts = [
+        f"the content of source 1 of --{setting_name}" for setting_name in ("data", "validation")
+    ]
     for fact in (weight_fact, *source_facts):
         message = f"{fact} must be equal in all processes, got another value in process 1"
         assert process.stderr.count(message) == 2
@@ -132,7 +134,7 @@ def run_training(tmp_path, run_options=(), *, run_name="run", should_draw_curve=
     with pytest.MonkeyPatch.context() as monkeypatch:
         # drawing the loss curve takes as long as the training
         if not should_draw_curve:
-            monkeypatch.setattr(train.curve, "draw_curve", lambda *_: None)
+            monkeypatch.setattr(train.curve, "draw_training_curves", lambda *_: None)
         return lora.main([*SHORT_RUN_OPTIONS, *run_options, "--out", str(tmp_path / run_name)])
 
 
@@ -252,8 +254,10 @@ def test_memory_options_do_not_change_losses(tmp_path, first_options, second_opt
     assert run_training(tmp_path, ["--dropout", "0", *first_options], run_name="one") == 0
     assert run_training(tmp_path, ["--dropout", "0", *second_options], run_name="other") == 0
     for field in ("loss", "grad_norm"):
-        first_values = read_step_field(tmp_path / "one", field)
-        assert read_step_field(tmp_path / "other", field) == pytest.approx(first_values, rel=1e-5)
+        values_of_first_run = read_step_field(tmp_path / "one", field)
+        assert read_step_field(tmp_path / "other", field) == pytest.approx(
+            values_of_first_run, rel=1e-5
+        )
 
 
 # by option: a file whose content a resumed run must compare with the content at its start
@@ -498,7 +502,7 @@ def test_dry_run_prints_estimates(tmp_path, capsys):
     report_text = capsys.readouterr().out
     settings = lora.read([*SHORT_RUN_OPTIONS, *run_options])
     model, _ = train.build_model(settings, torch.device("cpu"))
-    cost = cost_model.Cost.of(model)
+    cost = cost_model.Cost.from_model(model)
     assert (
         f"parameters: {cost.num_parameters:,}, trained: {cost.num_trained_parameters:,}"
         in report_text
@@ -578,7 +582,8 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished_run):
     def build_new_model(run_options):
         """Build the model of a new run whose --adapter is that of the finished run."""
         return train.build_model(
-            lora.read([*SHORT_RUN_OPTIONS, *adapter_options, *run_options, "--out", "next"]), "cpu"
+            lora.read([*SHORT_RUN_OPTIONS, *adapter_options, *run_options, "--out", "next"]),
+            "cpu",
         )[0]
 
     model = build_new_model(["--length", "512"])

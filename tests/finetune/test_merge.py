@@ -9,7 +9,7 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from words import make_tokenizer, save_llama
 
@@ -29,8 +29,10 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 def base_folders(tmp_path_factory):
     """Return two model folders by name: "llama", and "tied" with tied embeddings."""
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
-    token_fields = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
-    tiny_model(tie_word_embeddings=True, **token_fields).save_pretrained(folder / "tied")
+    token_config_fields = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    make_tiny_model(tie_word_embeddings=True, **token_config_fields).save_pretrained(
+        folder / "tied"
+    )
     tokenizer.save_pretrained(folder / "tied")
     return {"llama": save_llama(folder / "llama"), "tied": folder / "tied"}
 
@@ -62,8 +64,8 @@ def merge_adapter(tmp_path, **merge_options):
 
     Returns the logit difference that `merge` measures.
     """
-    folders = {"adapter": str(tmp_path / "adapter"), "out": str(tmp_path / "merged")}
-    return merge(MergeSettings(**folders, **merge_options))
+    folder_settings = {"adapter": str(tmp_path / "adapter"), "out": str(tmp_path / "merged")}
+    return merge(MergeSettings(**folder_settings, **merge_options))
 
 
 def load_saved_model(folder, **load_options):
@@ -86,7 +88,7 @@ def test_merged_model_equals_base_with_adapter(base_folders, tmp_path, base_name
         base_folders[base_name], tmp_path / "adapter", **adapter_options
     )
     logit_difference = merge_adapter(tmp_path, dtype=adapter_options.get("dtype", ""))
-    merged_model, token_ids = load_saved_model(tmp_path / "merged"), tokens(2, 90)
+    merged_model, token_ids = load_saved_model(tmp_path / "merged"), draw_token_ids(2, 90)
     adapted_model.set_attn_implementation("sdpa")
     adapted_logits, base_logits = (
         adapted_model(token_ids).logits.float(),
@@ -119,7 +121,7 @@ def test_merged_model_loads_with_from_pretrained(base_folders, tmp_path, capsys)
     assert main(arguments) == 2 and "out must be a new folder, got " in capsys.readouterr().err
     merged_model, token_ids = (
         load_saved_model(tmp_path / "merged", attn_implementation="cab"),
-        tokens(1, 300),
+        draw_token_ids(1, 300),
     )
     torch.testing.assert_close(
         merged_model(token_ids).logits, adapted_model(token_ids).logits, rtol=1e-3, atol=1e-3
@@ -153,9 +155,9 @@ def test_head_and_embeddings_saved_by_peft_are_merged(
     adapted_model.save_pretrained(tmp_path / "adapter")
     merge_adapter(tmp_path)
     merged_model = load_saved_model(tmp_path / "merged")
-    expected_logits = adapted_model(tokens(1, 50)).logits
+    expected_logits = adapted_model(draw_token_ids(1, 50)).logits
     torch.testing.assert_close(
-        merged_model(tokens(1, 50)).logits, expected_logits, rtol=1e-4, atol=1e-4
+        merged_model(draw_token_ids(1, 50)).logits, expected_logits, rtol=1e-4, atol=1e-4
     )
 
 
@@ -226,7 +228,7 @@ def test_adapter_of_other_shapes_raises(
     llama_adapter_folder, tmp_path, config_sizes, misfit_pattern
 ):
     other_base = tmp_path / "llama"
-    tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **config_sizes}).save_pretrained(
+    make_tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **config_sizes}).save_pretrained(
         other_base
     )
     make_tokenizer().save_pretrained(other_base)

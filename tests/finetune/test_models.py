@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -51,7 +51,7 @@ def test_4_bit_weights_pass_gradients_after_evaluation():
                     weight, weight.quant_state
                 )
             reference_model.get_parameter(weight_name).copy_(dequantised_weight)
-    token_ids = tokens(1, 100)
+    token_ids = draw_token_ids(1, 100)
 
     def compute_gradients(model):
         with torch.no_grad():
@@ -68,13 +68,13 @@ def test_4_bit_weights_pass_gradients_after_evaluation():
 
 def make_float64_model(**model_options):
     """Return the tiny model in float64."""
-    return tiny_model(**model_options).double()
+    return make_tiny_model(**model_options).double()
 
 
 def make_adapted_model(model=None, targets=LORA_TARGETS, rank=4, alpha=8.0, **lora_options):
     """Return a model with random LoRA adapters; B is not zero, so that adapters change logits."""
     torch.manual_seed(1)
-    peft_model = with_lora(model or tiny_model(), targets, rank, alpha, **lora_options)
+    peft_model = with_lora(model or make_tiny_model(), targets, rank, alpha, **lora_options)
     with torch.no_grad():
         for parameter in peft_model.parameters():
             if parameter.requires_grad:
@@ -87,7 +87,7 @@ def make_packed_batch(num_tokens=90, num_rows=2):
 
     The last token of each document and token 50 have no label.
     """
-    token_ids = tokens(num_rows, num_tokens)
+    token_ids = draw_token_ids(num_rows, num_tokens)
     labels = torch.cat([token_ids[:, 1:], torch.full((num_rows, 1), IGNORED_LABEL)], dim=1)
     labels[:, [40, 50]] = IGNORED_LABEL
     positions = torch.cat([torch.arange(41), torch.arange(num_tokens - 41)]).expand(num_rows, -1)
@@ -117,8 +117,8 @@ def find_trainable_parameters(model):
 
 
 MODEL_MAKERS = {
-    "llama": tiny_model,
-    "qwen3": lambda: tiny_model("qwen3"),
+    "llama": make_tiny_model,
+    "qwen3": lambda: make_tiny_model("qwen3"),
     "scaled logits": lambda: CohereForCausalLM(
         CohereConfig(**SMALL_CONFIG_SIZES, logit_scale=0.3)
     ).eval(),
@@ -275,7 +275,7 @@ def test_adapter_products_equal_autocast():
 @pytest.mark.parametrize("trains_norms", [False, True], ids=["", "norms"])
 def test_trained_parameters_and_dtypes(trains_norms):
     peft_model = with_lora(
-        tiny_model().to(torch.bfloat16), LORA_TARGETS, 2, 4.0, trains_norms=trains_norms
+        make_tiny_model().to(torch.bfloat16), LORA_TARGETS, 2, 4.0, trains_norms=trains_norms
     )
     trained_parameters = find_trainable_parameters(peft_model)
     assert {parameter.dtype for parameter in trained_parameters.values()} == {torch.float32}
@@ -292,7 +292,7 @@ def test_trained_parameters_and_dtypes(trains_norms):
     # outside of autocast, the float32 adapters do not change the dtype of hidden states
     hidden, weight = forward_hidden(peft_model, make_packed_batch())
     assert hidden.dtype == torch.bfloat16
-    assert peft_model(tokens(1, 5)).logits.isfinite().all()
+    assert peft_model(draw_token_ids(1, 5)).logits.isfinite().all()
     compute_loss_from_hidden(peft_model, make_packed_batch()).backward()
     names_without_gradient = [
         name for name, parameter in trained_parameters.items() if parameter.grad is None

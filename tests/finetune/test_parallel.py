@@ -16,7 +16,7 @@ from launches import (
     run_process,
 )
 from ranks import Ranks
-from tiny import tiny_model
+from tiny import make_tiny_model
 from torch import nn
 from words import make_tokenizer, save_llama
 
@@ -199,16 +199,18 @@ def count_tokens_per_step(run_folder):
     return [rate * step_seconds for rate, step_seconds in zip(rates, durations, strict=True)]
 
 
-def make_parallelism(group, cp, attention="cab"):
+def make_parallelism(group, cp, attn_implementation="cab"):
     """Return (the `ContextParallelism` of this process, a stand-in for its `Accelerator`)."""
-    settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
+    settings = Settings(model="tiny", data=("a.txt",), attention=attn_implementation, cp=cp)
     accelerator = SimpleNamespace(
         num_processes=group.size(),
         process_index=group.rank(),
         device=torch.device("cpu"),
         reduce=all_reduce,
     )
-    model, _ = load_model("tiny", attn_implementation=attention, dtype="float32", device="cpu")
+    model, _ = load_model(
+        "tiny", attn_implementation=attn_implementation, dtype="float32", device="cpu"
+    )
     return ContextParallelism(settings, model, accelerator), accelerator
 
 
@@ -335,27 +337,35 @@ def test_dry_run_divides_memory_by_ranks(tmp_path):
         "model": model_folder,
         "dtype": "float32",
     }
-    settings_of_one, settings_of_four = (Settings(**common_settings, cp=cp) for cp in (1, 4))
-    skeleton = prepare.make_trainable(settings_of_one, dry_run.build_skeleton(settings_of_one))
-    cost = cost_model.Cost.of(skeleton)
+    settings_of_one_rank, settings_of_four_ranks = (
+        Settings(**common_settings, cp=cp) for cp in (1, 4)
+    )
+    skeleton = prepare.make_trainable(
+        settings_of_one_rank, dry_run.build_skeleton(settings_of_one_rank)
+    )
+    cost = cost_model.Cost.from_model(skeleton)
     available_memory = cost_model.AvailableMemory(2**40, 2**40)
-    memory_of_one, memory_of_four = (
+    memory_of_one_rank, memory_of_four_ranks = (
         dry_run.choose_offloading(settings, cost, {}, available_memory).memory
-        for settings in (settings_of_one, settings_of_four)
+        for settings in (settings_of_one_rank, settings_of_four_ranks)
     )
     assert (
-        memory_of_four.layers == memory_of_one.layers / 4
-        and memory_of_four.weights == memory_of_one.weights
+        memory_of_four_ranks.saved_tensor_bytes == memory_of_one_rank.saved_tensor_bytes / 4
+        and memory_of_four_ranks.weight_bytes == memory_of_one_rank.weight_bytes
     )
     # working memory shrinks by less than 4, because each rank gathers all keys and values
-    assert memory_of_one.working / 4 < memory_of_four.working < memory_of_one.working
+    assert (
+        memory_of_one_rank.temporary_bytes / 4
+        < memory_of_four_ranks.temporary_bytes
+        < memory_of_one_rank.temporary_bytes
+    )
 
 
 @pytest.mark.parametrize("changed_fact", ["the tokenizer", "the config of the model"])
 def test_different_tokenizer_or_config_raises_on_all_ranks(changed_fact):
-    settings, model, tokenizer = Settings(data=("a.txt",)), tiny_model(), make_tokenizer()
+    settings, model, tokenizer = Settings(data=("a.txt",)), make_tiny_model(), make_tokenizer()
     facts_before = collect_facts(settings, model, tokenizer)
-    assert collect_facts(settings, tiny_model(), make_tokenizer()) == facts_before
+    assert collect_facts(settings, make_tiny_model(), make_tokenizer()) == facts_before
     if changed_fact == "the tokenizer":
         tokenizer.eos_token = "It"
     else:

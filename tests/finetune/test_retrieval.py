@@ -226,10 +226,10 @@ def test_task_answers_have_labels(task_name):
 
 def test_document_kinds_alternate():
     sequences = pack_sequences("retrieval:passkey+recall+passkey", num_sequences=6)
-    nums_labelled_keys = [
+    labelled_key_counts = [
         int((sequence["labels"] != IGNORED_LABEL).sum()) // 5 for sequence in sequences
     ]
-    assert nums_labelled_keys == [1, 12, 1, 1, 12, 1]
+    assert labelled_key_counts == [1, 12, 1, 1, 12, 1]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import tiny_model
+from tiny import make_tiny_model
 from transformers import LlamaConfig
 
 from cab_hf import CabConfig
@@ -207,7 +207,7 @@ def test_invalid_rope_settings_raise(argument_name, rope_arguments, config_field
 )
 def test_invalid_adapter_settings_raise(argument_name, lora_arguments, is_tied):
     with pytest.raises(ValueError, match=f"^{argument_name} must be "):
-        with_lora(tiny_model(tie_word_embeddings=is_tied), rank=2, alpha=4.0, **lora_arguments)
+        with_lora(make_tiny_model(tie_word_embeddings=is_tied), rank=2, alpha=4.0, **lora_arguments)
 
 
 @pytest.mark.parametrize(

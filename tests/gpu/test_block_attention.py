@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, make_case, run_with_gradients
-from tiny import FULL_BUDGET_CONFIG, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, draw_token_ids, make_tiny_model
 from valid_plan import assert_valid_plan
 
 import cab_hf
@@ -177,8 +177,8 @@ def test_transpose_matches_reference(gpu):
 def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
     """Compare with SDPA in float32; row 0 has left padding."""
     head_fields = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
-    model = tiny_model(**head_fields).to(gpu)
-    ids = tokens(2, 300).to(gpu)
+    model = make_tiny_model(**head_fields).to(gpu)
+    ids = draw_token_ids(2, 300).to(gpu)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
     workload = engines.Workload(
@@ -217,9 +217,11 @@ def train_twenty_steps(model, ids):
 @pytest.mark.parametrize("engine_name", ["flex", "triton"])
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES[:2])
 def test_full_budget_training_losses_match_dense(gpu, block_sizes, engine_name):
-    ids = tokens(2, 400).to(gpu)
-    dense_losses = train_twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
-    model = tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
+    ids = draw_token_ids(2, 400).to(gpu)
+    dense_losses = train_twenty_steps(
+        make_tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids
+    )
+    model = make_tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
     query_block, key_block = block_sizes
     with cab_hf.cab(
         model, FULL_BUDGET_CONFIG, query_block=query_block, key_block=key_block, engine=engine_name
@@ -234,8 +236,8 @@ def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
     length = 131_072
     q = torch.randn((1, 2, length, 512), device=gpu, dtype=torch.bfloat16)
     k, v = torch.randn((2, 1, 1, length, 512), device=gpu, dtype=torch.bfloat16)
-    ranges = KeyRanges.causal(1, length, length, gpu)
-    plan = BlockPlan.causal(ranges, 1, 128, 128)
+    key_ranges = KeyRanges.causal(1, length, length, gpu)
+    plan = BlockPlan.causal(key_ranges, 1, 128, 128)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     input_bytes = torch.cuda.memory_allocated()

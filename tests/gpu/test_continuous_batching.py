@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+from tiny import draw_token_ids, make_tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
@@ -16,7 +16,7 @@ pytestmark = [
     ),
 ]
 GREEDY_CONFIG = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2)
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]
+PROMPTS = [draw_token_ids(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]
 # options of `ContinuousBatchingConfig` by test id
 BATCHING_FIELDS = {
     "at-once": {},
@@ -30,7 +30,7 @@ BATCHING_FIELDS = {
 @pytest.fixture
 def model_and_answers(gpu):
     """Return (model with "cab" at full budget, generated tokens by dense attention per prompt)."""
-    model = tiny_model(head_dim=64).to(gpu)
+    model = make_tiny_model(head_dim=64).to(gpu)
     expected = [
         model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY_CONFIG)[
             0, len(prompt) :

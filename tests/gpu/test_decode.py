@@ -6,10 +6,10 @@ from decode_cases import (
     STEP_CASES,
     assert_dense_step_equals_sdpa,
     assert_step_equals_reference,
-    make_step,
+    make_step_inputs,
     make_step_masks,
 )
-from tiny import tiny_model, tokens
+from tiny import draw_token_ids, make_tiny_model
 from transformers import StaticCache
 
 import cab_hf
@@ -33,16 +33,16 @@ def test_step_matches_reference(gpu, case, dtype):
 
 
 def test_captured_step_follows_growing_cache(gpu):
-    q, k, v, choose_args = make_step(LONG_CASES["long"], torch.bfloat16, gpu)
+    q, k, v, choose_args = make_step_inputs(LONG_CASES["long"], torch.bfloat16, gpu)
     scale, length, num_keys, channels, *_ = choose_args
-    index = kernels.index_keys(k, channels)
+    key_index = kernels.index_keys(k, channels)
     static_q = torch.empty_like(q)
 
     def compute_step_output():
         # the first kernel uses programmatic dependent launch, and must wait for this copy
         static_q.copy_(q)
         choice = decode.choose(
-            static_q, index, scale=scale, length=length, num_keys=num_keys, channels=channels
+            static_q, key_index, scale=scale, length=length, num_keys=num_keys, channels=channels
         )
         return decode.attend(static_q, k, v, choice, scale=scale, length=length)
 
@@ -58,21 +58,21 @@ def test_captured_step_follows_growing_cache(gpu):
         graph.replay()
         assert torch.equal(out, compute_step_output())
         choice = reference.choose(
-            q, index, scale=scale, length=length, num_keys=num_keys, channels=channels
+            q, key_index, scale=scale, length=length, num_keys=num_keys, channels=channels
         )
         expected = reference.attend(q, k, v, choice, scale=scale, length=length)
         assert (out - expected).float().norm() < 0.05 * expected.float().norm()
 
 
 def test_steps_are_deterministic(gpu):
-    q, k, v, choose_args = make_step(LONG_CASES["longer-of-3"], torch.bfloat16, gpu)
+    q, k, v, choose_args = make_step_inputs(LONG_CASES["longer-of-3"], torch.bfloat16, gpu)
     scale, length, num_keys, channels, padding_mask, sinks = choose_args
-    index = kernels.index_keys(k, channels)
+    key_index = kernels.index_keys(k, channels)
 
     def compute_step_output():
         choice = kernels.choose(
             q,
-            index,
+            key_index,
             scale=scale,
             length=length,
             num_keys=num_keys,
@@ -97,7 +97,7 @@ def test_dense_step_matches_rowwise_attention(gpu, monkeypatch, mask_name, dtype
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
 def test_reading_all_keys_generates_dense_tokens(gpu, monkeypatch, cache_implementation):
     monkeypatch.setattr(step, "min_sparse_tokens", lambda config: 0)
-    model, ids = tiny_model(head_dim=64).to(gpu), tokens(2, 300).to(gpu)
+    model, ids = make_tiny_model(head_dim=64).to(gpu), draw_token_ids(2, 300).to(gpu)
     generate_options = {
         "max_new_tokens": 40,
         "do_sample": False,
@@ -110,9 +110,9 @@ def test_reading_all_keys_generates_dense_tokens(gpu, monkeypatch, cache_impleme
 
 def test_compiled_step_is_one_graph_and_equals_eager_step(gpu):
     model = cab_hf.apply_cab(
-        tiny_model(head_dim=64).to(gpu), min_length=0, sparse_decode=True, decode_tokens=128
+        make_tiny_model(head_dim=64).to(gpu), min_length=0, sparse_decode=True, decode_tokens=128
     )
-    ids = tokens(2, 700).to(gpu)
+    ids = draw_token_ids(2, 700).to(gpu)
 
     @torch.no_grad()
     def compute_logits(forward):

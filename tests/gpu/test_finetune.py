@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from launches import TRAIN_COMMAND, read_step_field, run_process
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from trained import interrupt_backward
 
 import cab_hf
@@ -35,8 +35,8 @@ def run_command(command):
 
 
 def test_offloaded_plan_gives_equal_gradients(gpu):
-    ids = tokens(1, 600).to(gpu)
-    model = tiny_model().to(gpu).train()
+    ids = draw_token_ids(1, 600).to(gpu)
+    model = make_tiny_model().to(gpu).train()
 
     def compute_gradients():
         model.zero_grad()
@@ -59,7 +59,7 @@ def build_lora_model(gpu, offload=None):
     Args:
         offload: `Offload` of the checkpoints; None to keep them on the device.
     """
-    model = tiny_model(num_hidden_layers=6, attn_implementation="eager")
+    model = make_tiny_model(num_hidden_layers=6, attn_implementation="eager")
     model = with_lora(model.to(gpu, torch.bfloat16), ("q_proj", "o_proj"), 4, 8).train()
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -67,13 +67,13 @@ def build_lora_model(gpu, offload=None):
             torch.nn.init.normal_(parameter, std=0.1)
     enable_gradient_checkpointing(model)
     if offload is not None:
-        offload.enable(model)
+        offload.install_in_layers(model)
     return model
 
 
 def run_training_step(model, gpu):
     """Run a forward and a backward pass; return ([loss, *gradients], peak bytes of the device)."""
-    ids = tokens(1, NUM_TOKENS).to(gpu)
+    ids = draw_token_ids(1, NUM_TOKENS).to(gpu)
     batch = {"input_ids": ids, "position_ids": torch.arange(NUM_TOKENS, device=gpu)[None]}
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()

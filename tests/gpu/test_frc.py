@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import make_block_layout
-from selecting import random_topic_qk
+from selecting import draw_topic_qk
 from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
@@ -39,10 +39,10 @@ def compute_blocks_by_kernels_and_pytorch(monkeypatch, config, q, k, *, layer_co
 
 @pytest.mark.parametrize(("config", "shape"), CASES)
 def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
-    q, k = random_topic_qk(gpu, **shape)
-    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
+    q, k = draw_topic_qk(gpu, **shape)
+    key_ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
     actual, expected = compute_blocks_by_kernels_and_pytorch(
-        monkeypatch, config, q, k, layer_context=LayerContext(ranges, 0.1, 0)
+        monkeypatch, config, q, k, layer_context=LayerContext(key_ranges, 0.1, 0)
     )
     # rounding may change which token of a block has the largest norm
     assert (actual != expected).sum() <= 0.001 * expected.sum()
@@ -51,7 +51,7 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
 @pytest.mark.parametrize("layout", ["padded", "packed", "chunk"])
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
-    q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2)
+    q, k = draw_topic_qk(gpu, length=2000, q_length=length, batch=2)
     block_layout = make_block_layout(
         layout, batch=2, length=length, kv_length=2000, align=64, device=gpu
     )
@@ -66,7 +66,7 @@ def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
 
 
 def test_compiled_layers_select_same_blocks(gpu):
-    q, k = random_topic_qk(gpu, length=3000)
+    q, k = draw_topic_qk(gpu, length=3000)
     config = CabConfig.published(0.8)
 
     def list_blocks(q, k):

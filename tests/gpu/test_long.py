@@ -53,8 +53,8 @@ def test_layer_attends_one_million_tokens(gpu, q_length, max_gib_with_fp8):
     torch.cuda.reset_peak_memory_stats()
     input_bytes = torch.cuda.memory_allocated()
     with torch.inference_mode():
-        ranges = KeyRanges.causal(1, q_length, NUM_TOKENS, gpu)
-        plan = RowsPredictor(CONFIG)(q, k, LayerContext(ranges, SCALE, channels=SLOW_CHANNELS))
+        key_ranges = KeyRanges.causal(1, q_length, NUM_TOKENS, gpu)
+        plan = RowsPredictor(CONFIG)(q, k, LayerContext(key_ranges, SCALE, channels=SLOW_CHANNELS))
         out = engines.TRITON.attention(q, k, v, plan, scale=SCALE)
     torch.cuda.synchronize()
     max_gib = max_gib_with_fp8 + (choose_scoring_dtype(k) != FP8)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import random_plan
+from attention_cases import make_random_plan
 from budget import assert_within_budget
 from call_cases import compute_gradients
-from selecting import random_topic_qk
-from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, qkv, tiny_model, tokens
+from selecting import draw_topic_qk
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, draw_qkv, draw_token_ids, make_tiny_model
 from transformers import DynamicCache
 from valid_plan import assert_valid_plan
 
@@ -47,8 +47,8 @@ def move_with_model_strides(device, tensors, dtype):
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flex_output_matches_reference(gpu, shape, block_sizes):
-    q, k, v = move_with_model_strides(gpu, qkv(**shape), torch.bfloat16)
-    plan = random_plan(q, k, block_sizes)
+    q, k, v = move_with_model_strides(gpu, draw_qkv(**shape), torch.bfloat16)
+    plan = make_random_plan(q, k, block_sizes)
     assert_valid_plan(plan)
     scale = q.shape[-1] ** -0.5
     with torch.no_grad():
@@ -63,8 +63,8 @@ def test_flex_output_matches_reference(gpu, shape, block_sizes):
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flex_gradients_match_reference(gpu, shape, block_sizes):
-    q, k, v = move_with_model_strides(gpu, qkv(**shape), torch.bfloat16)
-    plan = random_plan(q, k, block_sizes)
+    q, k, v = move_with_model_strides(gpu, draw_qkv(**shape), torch.bfloat16)
+    plan = make_random_plan(q, k, block_sizes)
     scale = q.shape[-1] ** -0.5
     output_gradient = torch.randn(
         q.shape, device=gpu, generator=torch.Generator(gpu).manual_seed(1)
@@ -88,8 +88,8 @@ def test_flex_gradients_match_reference(gpu, shape, block_sizes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_full_budget_equals_sdpa(gpu, dtype):
-    model = tiny_model().to(gpu, dtype)
-    ids = tokens(2, 300).to(gpu)
+    model = make_tiny_model().to(gpu, dtype)
+    ids = draw_token_ids(2, 300).to(gpu)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_full_budget_equals_sdpa(gpu, dtype):
 @pytest.mark.parametrize("family", ["granite-swa", "gemma2", "llama4"])
 def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
     """Compare families with sinks, soft caps and chunked attention, on the default engine."""
-    model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
+    model, ids = make_tiny_model(family).to(gpu), draw_token_ids(2, 400).to(gpu)
     expected = compute_gradients(model, ids)
     actual = compute_gradients(
         cab_hf.apply_cab(model, FULL_BUDGET_CONFIG, query_block=128, key_block=64), ids
@@ -119,9 +119,9 @@ def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
     """Exceed dynamo's recompile limit, after which uncompiled FlexAttention would ignore lists."""
     for length in range(130, 1800, 110):
         q, k, v = move_with_model_strides(
-            gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16
+            gpu, draw_qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16
         )
-        plan = random_plan(q, k, (128, 64), selection_probability=0.1)
+        plan = make_random_plan(q, k, (128, 64), selection_probability=0.1)
         with torch.no_grad():
             actual = flex.attention(q, k, v, plan, scale=0.125)
 
@@ -142,7 +142,7 @@ def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
     ids=["cab", "few-blocks", "typical-queries-only", "published"],
 )
 def test_gpu_selects_same_blocks_as_cpu(gpu, config):
-    q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
+    q, k, _ = draw_qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
     predictor = make_predictor(config)
 
     def select_blocks_on(device):
@@ -153,8 +153,8 @@ def test_gpu_selects_same_blocks_as_cpu(gpu, config):
 
 
 def test_full_budget_with_static_cache_generates_dense_tokens(gpu):
-    model = tiny_model().to(gpu)
-    ids = tokens(2, 200).to(gpu)
+    model = make_tiny_model().to(gpu)
+    ids = draw_token_ids(2, 200).to(gpu)
     generate_options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(ids, **generate_options)
     with cab_hf.cab(model, FULL_BUDGET_CONFIG):
@@ -162,8 +162,8 @@ def test_full_budget_with_static_cache_generates_dense_tokens(gpu):
 
 
 def test_compiled_model_equals_eager_model(gpu):
-    model = tiny_model().to(gpu)
-    ids = tokens(1, 300).to(gpu)
+    model = make_tiny_model().to(gpu)
+    ids = draw_token_ids(1, 300).to(gpu)
     with torch.no_grad(), cab_hf.cab(model, SPARSE_CONFIG, query_block=128, key_block=64):
         expected = model(ids).logits
         actual = torch.compile(model, fullgraph=True)(ids).logits
@@ -181,7 +181,7 @@ def test_memory_at_131072_tokens_is_below_12_gib(gpu):
     with torch.no_grad():
         layer_context = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
         plan = RowsPredictor(CabConfig())(q, k, layer_context)
-        workload = engines.Workload.of(q, k, v, plan.blocks)
+        workload = engines.Workload.from_tensors(q, k, v, plan.blocks)
         out = engines.choose("flex", workload).attention(q, k, v, plan, scale=128**-0.5)
     assert torch.isfinite(out).all()
     assert (torch.cuda.max_memory_allocated() - input_bytes) / 2**30 < 12
@@ -202,9 +202,9 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
     k = q[:, :1].clone()
     # key block 2 has larger norms than all others
     k[:, :, 128:192] *= 1.15
-    ranges = KeyRanges.causal(1, 512, 512, gpu)
+    key_ranges = KeyRanges.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
-    plan = RowsPredictor(config)(q, k, LayerContext(ranges, 1 / (magnitude**2), 0))
+    plan = RowsPredictor(config)(q, k, LayerContext(key_ranges, 1 / (magnitude**2), 0))
     assert_valid_plan(plan)
     is_selected = plan.to_dense()
     assert is_selected[:, :, 3, 2].all()
@@ -220,7 +220,7 @@ def plant_needles(device, length=16384):
 
     Each of the `NUM_NEEDLES` needle queries has one key with a much larger logit than other keys.
     """
-    q, k = random_topic_qk(device, length=length, dtype=torch.float32)
+    q, k = draw_topic_qk(device, length=length, dtype=torch.float32)
     # clamp, so that values are finite in float16 after a multiplication by 1e4
     q, k = q.clamp(-6, 6), k.clamp(-6, 6)
     generator = torch.Generator(device).manual_seed(1)
@@ -245,8 +245,8 @@ def plant_needles(device, length=16384):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
     q, k, (head_indices, query_indices, key_indices) = plant_needles(gpu)
-    ranges, config = KeyRanges.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
-    layer_context = LayerContext(ranges, 128**-0.5, 0, channels=SLOW_CHANNELS)
+    key_ranges, config = KeyRanges.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
+    layer_context = LayerContext(key_ranges, 128**-0.5, 0, channels=SLOW_CHANNELS)
     needle_blocks = (
         head_indices,
         query_indices // config.query_block,
@@ -289,17 +289,17 @@ def generate_first_logits(model, ids, **generate_options):
 @pytest.mark.parametrize("num_tail_blocks", [1, 2])
 def test_chunks_of_whole_query_blocks_equal_one_call(gpu, length, num_tail_blocks):
     model = cab_hf.apply_cab(
-        tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, dense_tail_blocks=num_tail_blocks)
+        make_tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, dense_tail_blocks=num_tail_blocks)
     )
-    ids = tokens(1, length).to(gpu)
+    ids = draw_token_ids(1, length).to(gpu)
     actual = generate_first_logits(model, ids, prefill_chunk_size=256)
     torch.testing.assert_close(actual, generate_first_logits(model, ids), rtol=2e-3, atol=2e-3)
 
 
 def test_query_blocks_start_at_first_token_of_sequence(gpu):
     config = replace(LARGE_BLOCKS_CONFIG, dense_tail_blocks=0)
-    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1).to(gpu), config)
-    ids, cache = tokens(1, 1024).to(gpu), DynamicCache(config=model.config)
+    model = cab_hf.apply_cab(make_tiny_model(num_hidden_layers=1).to(gpu), config)
+    ids, cache = draw_token_ids(1, 1024).to(gpu), DynamicCache(config=model.config)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, 256:]
         model(ids[:, :200], past_key_values=cache, use_cache=True)
@@ -309,9 +309,11 @@ def test_query_blocks_start_at_first_token_of_sequence(gpu):
 
 @pytest.mark.parametrize("config_fields", [{}, {"sparse_decode": True, "decode_tokens": 0.05}])
 def test_draft_tokens_do_not_change_generated_tokens(gpu, config_fields):
-    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, **config_fields))
+    model = cab_hf.apply_cab(
+        make_tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, **config_fields)
+    )
     for seed in range(8):
-        ids = tokens(1, 200, seed=seed).repeat(1, 5)[:, : 700 + 31 * seed].to(gpu)
+        ids = draw_token_ids(1, 200, seed=seed).repeat(1, 5)[:, : 700 + 31 * seed].to(gpu)
         generate_options = {
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": 12,
@@ -337,8 +339,8 @@ def test_padded_row_equals_single_row(gpu, cache_options):
         "decode_tokens": 128,
         "mass_threshold": 0.0,
     }
-    model = cab_hf.apply_cab(tiny_model().to(gpu), config_fields)
-    prompts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)
+    model = cab_hf.apply_cab(make_tiny_model().to(gpu), config_fields)
+    prompts = draw_token_ids(1, 500).to(gpu), draw_token_ids(1, 1300, seed=2).to(gpu)
     ids = torch.cat([torch.nn.functional.pad(prompts[0], (800, 0)), prompts[1]])
     batch_logits = generate_first_logits(model, ids, **cache_options)
     for row, prompt in enumerate(prompts):
@@ -349,10 +351,12 @@ def test_padded_row_equals_single_row(gpu, cache_options):
 @pytest.mark.parametrize("cache_options", CACHE_CASES)
 def test_row_below_min_length_is_dense_in_chunks_before_its_right_padding(gpu, cache_options):
     config_fields = {"min_length": 900, "mass_threshold": 0.6, "share_threshold": 1.0}
-    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, **config_fields))
-    short_prompt, logits_of_chunks = tokens(1, 800).to(gpu), []
+    model = cab_hf.apply_cab(
+        make_tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, **config_fields)
+    )
+    short_prompt, logits_of_chunks = draw_token_ids(1, 800).to(gpu), []
     ids = torch.cat(
-        [torch.nn.functional.pad(short_prompt, (0, 800)), tokens(1, 1600, seed=2).to(gpu)]
+        [torch.nn.functional.pad(short_prompt, (0, 800)), draw_token_ids(1, 1600, seed=2).to(gpu)]
     )
     with torch.no_grad():
         expected = model(short_prompt).logits

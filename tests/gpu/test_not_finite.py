@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import make_step
-from selecting import random_topic_qk
-from tiny import tiny_model, tokens
+from decode_cases import make_step_inputs
+from selecting import draw_topic_qk
+from tiny import draw_token_ids, make_tiny_model
 
 from cab_hf import CabConfig, apply_cab
-from cab_hf.hf.rotary import llama_channels
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.ops.decode import kernels, reference
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
@@ -30,18 +30,18 @@ CONFIGS = {
 
 def select_blocks(config, q, k):
     """Return the selected blocks, bool [B, H, M_q, M_k]."""
-    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    key_ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
-    layer_context = LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim))
+    layer_context = LayerContext(key_ranges, dim**-0.5, 0, channels=slow_channels_of_llama(dim))
     return make_predictor(config)(q, k, layer_context).to_dense()
 
 
-def choose_keys(q, index, choose_args):
-    """Call `kernels.choose` with the arguments ``choose_args`` from `make_step`."""
+def choose_keys(q, key_index, choose_args):
+    """Call `kernels.choose` with the arguments ``choose_args`` from `make_step_inputs`."""
     scale, length, num_keys, channels, padding_mask, sinks = choose_args
     return kernels.choose(
         q,
-        index,
+        key_index,
         scale=scale,
         length=length,
         num_keys=num_keys,
@@ -55,12 +55,12 @@ def choose_keys(q, index, choose_args):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_blocks_with_nan_key_are_selected(gpu, config, dtype, nonfinite_value):
-    q, k = random_topic_qk(gpu, length=4000, dtype=dtype)
-    slot = 1000
+    q, k = draw_topic_qk(gpu, length=4000, dtype=dtype)
+    nonfinite_slot = 1000
     expected = select_blocks(config, q, k)
-    k[:, 1, slot, 5] = nonfinite_value
+    k[:, 1, nonfinite_slot, 5] = nonfinite_value
     actual = select_blocks(config, q, k)
-    row, column = slot // config.query_block, slot // config.key_block
+    row, column = nonfinite_slot // config.query_block, nonfinite_slot // config.key_block
     assert actual[:, 4:, row:, column].all()
     # heads of the other KV head, and earlier query blocks, select the same blocks as before
     assert torch.equal(actual[:, :4], expected[:, :4])
@@ -72,7 +72,7 @@ def test_blocks_with_nan_key_are_selected(gpu, config, dtype, nonfinite_value):
 @pytest.mark.parametrize("nonfinite_value", NONFINITE_VALUES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_scored_query_selects_all_blocks(gpu, dtype, nonfinite_value):
-    q, k = random_topic_qk(gpu, length=4000, dtype=dtype)
+    q, k = draw_topic_qk(gpu, length=4000, dtype=dtype)
     config = replace(ROWS_CONFIG, outlier_queries=0)
     expected = select_blocks(config, q, k)
     query_stride = config.query_block // config.typical_queries
@@ -93,7 +93,10 @@ def test_nan_token_reaches_all_later_logits(gpu, config_name, dtype, projection)
     The hidden state of this token is NaN from then on, so that later queries must become NaN.
     """
     config = replace(CONFIGS[config_name], min_length=0)
-    model, ids = tiny_model(max_position_embeddings=4096).to(gpu, dtype), tokens(1, 2000).to(gpu)
+    model, ids = (
+        make_tiny_model(max_position_embeddings=4096).to(gpu, dtype),
+        draw_token_ids(1, 2000).to(gpu),
+    )
     apply_cab(model, config)
 
     def set_nan(module, args, output):
@@ -118,17 +121,19 @@ def test_nan_token_reaches_all_later_logits(gpu, config_name, dtype, projection)
 @pytest.mark.parametrize("channel", [40, 3], ids=["scored", "other-channel"])
 def test_decode_step_reads_nan_key(gpu, channel, dtype, nonfinite_value):
     step_case = (8, 2, 16384, 16000, 128, 128, 256, {})
-    q, k, v, choose_args = make_step(step_case, dtype, gpu)
+    q, k, v, choose_args = make_step_inputs(step_case, dtype, gpu)
     scale, length, _, channels, *_ = choose_args
     assert (channel in channels) == (channel == 40)
     expected = choose_keys(q, kernels.index_keys(k, channels), choose_args).to_mask()
-    slot = int((~expected[1, 0, :16000]).nonzero()[0])
-    k[1, 0, slot, channel] = nonfinite_value
-    index = kernels.index_keys(k, channels)
-    assert all(map(torch.equal, index, reference.index_keys(k, channels)))
-    choice = choose_keys(q, index, choose_args)
+    nonfinite_slot = int((~expected[1, 0, :16000]).nonzero()[0])
+    k[1, 0, nonfinite_slot, channel] = nonfinite_value
+    key_index = kernels.index_keys(k, channels)
+    assert all(map(torch.equal, key_index, reference.index_keys(k, channels)))
+    choice = choose_keys(q, key_index, choose_args)
     is_selected = choice.to_mask()
-    assert is_selected[1, 0, slot] and is_selected[1, 0].sum() <= expected[1, 0].sum() + 64
+    assert (
+        is_selected[1, 0, nonfinite_slot] and is_selected[1, 0].sum() <= expected[1, 0].sum() + 64
+    )
     assert torch.equal(is_selected[0], expected[0])
     assert torch.equal(is_selected[1, 1], expected[1, 1])
     out = kernels.attend(q, k, v, choice, scale=scale, length=length)
@@ -140,7 +145,7 @@ def test_decode_step_reads_nan_key(gpu, channel, dtype, nonfinite_value):
 @pytest.mark.parametrize("nonfinite_value", [torch.nan, torch.inf], ids=str)
 def test_nan_query_of_step_leaves_selection_to_other_queries(gpu, nonfinite_value):
     step_case = (8, 2, 16384, 16000, 128, 128, 1024, {})
-    q, k, v, choose_args = make_step(step_case, torch.bfloat16, gpu)
+    q, k, v, choose_args = make_step_inputs(step_case, torch.bfloat16, gpu)
     scale, length, _, channels, *_ = choose_args
     q[1, 1, 0, channels[0]] = nonfinite_value
     choice = choose_keys(q, kernels.index_keys(k, channels), choose_args)
@@ -150,8 +155,8 @@ def test_nan_query_of_step_leaves_selection_to_other_queries(gpu, nonfinite_valu
 
 
 def test_forward_mode_differentiation_raises(gpu):
-    model = apply_cab(tiny_model().to(gpu), replace(ROWS_CONFIG, min_length=0))
-    embeddings = model.get_input_embeddings()(tokens(1, 400).to(gpu)).detach()
+    model = apply_cab(make_tiny_model().to(gpu), replace(ROWS_CONFIG, min_length=0))
+    embeddings = model.get_input_embeddings()(draw_token_ids(1, 400).to(gpu)).detach()
 
     def compute_logits(x):
         return model(inputs_embeds=x, use_cache=False).logits

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import make_block_layout
-from selecting import random_topic_qk
+from selecting import draw_topic_qk
 from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
-from cab_hf.hf.rotary import llama_channels
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.selection import compact, reference, tiles
@@ -38,16 +38,18 @@ CASES = [
 LAYOUTS = ["padded", "packed", "chunk"]
 
 
-def make_layer_context(q, k, ranges=None, **logit_fields):
+def make_layer_context(q, k, key_ranges=None, **logit_fields):
     """Return the `LayerContext` of a layer with LLaMA's RoPE channels.
 
     Args:
         ranges: `KeyRanges`; None: causal.
         logit_fields: fields of the context that change logits, ``sinks`` or ``softcap``.
     """
-    ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    key_ranges = key_ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
-    return LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim), **logit_fields)
+    return LayerContext(
+        key_ranges, dim**-0.5, 0, channels=slow_channels_of_llama(dim), **logit_fields
+    )
 
 
 def compute_blocks_by_kernels_and_reference(config, q, k, layer_context):
@@ -84,7 +86,7 @@ def assert_few_differences(actual, expected, dtype):
 
 @pytest.mark.parametrize(("config_fields", "shape"), CASES)
 def test_kernels_select_same_blocks_as_reference(gpu, config_fields, shape):
-    q, k = random_topic_qk(gpu, **shape)
+    q, k = draw_topic_qk(gpu, **shape)
     config = replace(ROWS_CONFIG, **config_fields)
     actual, expected = compute_blocks_by_kernels_and_reference(
         config, q, k, make_layer_context(q, k)
@@ -95,7 +97,7 @@ def test_kernels_select_same_blocks_as_reference(gpu, config_fields, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("logit_field", ["sinks", "softcap"])
 def test_scores_include_sinks_and_softcap(gpu, logit_field, dtype):
-    q, k = random_topic_qk(gpu, dtype=dtype)
+    q, k = draw_topic_qk(gpu, dtype=dtype)
     sinks = torch.linspace(0.0, 24.0, q.shape[1], device=gpu)
     layer_context = make_layer_context(
         q, k, **{logit_field: sinks if logit_field == "sinks" else 4.0}
@@ -112,7 +114,7 @@ def test_scores_include_sinks_and_softcap(gpu, logit_field, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     length = 1111 if layout == "chunk" else 2000
-    q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
+    q, k = draw_topic_qk(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
     block_layout = make_block_layout(
         layout, batch=2, length=length, kv_length=2000, align=128, device=gpu
     )
@@ -125,7 +127,7 @@ def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small_sample_of_many_keys_selects_blocks_of_reference(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
-    q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2)
+    q, k = draw_topic_qk(gpu, length=2000, q_length=length, batch=2)
     block_layout = make_block_layout(
         layout, batch=2, length=length, kv_length=2000, align=128, device=gpu
     )
@@ -140,7 +142,7 @@ def test_small_sample_of_many_keys_selects_blocks_of_reference(gpu, layout, monk
 
 @pytest.mark.parametrize("key_factor", [1e-4, 1e-3, 1e3, 1e4])
 def test_key_magnitude_does_not_change_density(gpu, key_factor):
-    q, k = random_topic_qk(gpu)
+    q, k = draw_topic_qk(gpu)
     expected = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k)).to_dense()
     scaled_q, scaled_k = (q.float() / key_factor).bfloat16(), (k.float() * key_factor).bfloat16()
     actual = RowsPredictor(ROWS_CONFIG)(scaled_q, scaled_k, make_layer_context(q, k)).to_dense()
@@ -148,7 +150,7 @@ def test_key_magnitude_does_not_change_density(gpu, key_factor):
 
 
 def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
-    q, k = random_topic_qk(gpu)
+    q, k = draw_topic_qk(gpu)
     expected = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k))
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 8 << 20)
     monkeypatch.setattr(compact, "MAX_LIST_BYTES", 0)
@@ -159,7 +161,7 @@ def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
 
 @pytest.mark.parametrize("max_density", [1.0, 0.1])
 def test_selection_runs_in_cuda_graph(gpu, max_density):
-    q, k = random_topic_qk(gpu)
+    q, k = draw_topic_qk(gpu)
     layer_context, predictor = (
         make_layer_context(q, k),
         RowsPredictor(replace(ROWS_CONFIG, max_density=max_density)),
@@ -174,7 +176,7 @@ def test_selection_runs_in_cuda_graph(gpu, max_density):
 
 
 def test_selection_compiles_without_graph_break(gpu):
-    q, k = random_topic_qk(gpu, length=2000)
+    q, k = draw_topic_qk(gpu, length=2000)
     layer_context, predictor = make_layer_context(q, k), RowsPredictor(ROWS_CONFIG)
     torch._dynamo.reset()
 
@@ -192,7 +194,7 @@ def test_selection_compiles_without_graph_break(gpu):
 
 
 def test_selection_does_not_synchronise(gpu):
-    q, k = random_topic_qk(gpu)
+    q, k = draw_topic_qk(gpu)
     layer_context = make_layer_context(q, k)
     RowsPredictor(ROWS_CONFIG)(q, k, layer_context)
     torch.cuda.set_sync_debug_mode("error")
@@ -207,7 +209,7 @@ def test_selection_does_not_synchronise(gpu):
     [pytest.param(131_072, 2200, id="128k"), pytest.param(1_048_576, 16 << 10, id="1m")],
 )
 def test_selection_memory_is_bounded(gpu, length, max_mib):
-    q, k = random_topic_qk(gpu, length=length, heads=32, kv_heads=8)
+    q, k = draw_topic_qk(gpu, length=length, heads=32, kv_heads=8)
     layer_context = make_layer_context(q, k)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, make_case, random_plan, run_with_gradients
+from attention_cases import (
+    assert_engine_within_budget,
+    make_case,
+    make_random_plan,
+    run_with_gradients,
+)
 from marks import mark_slow_except
-from tiny import qkv
+from tiny import draw_qkv
 
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
@@ -71,12 +76,12 @@ def test_kernels_equal_reference(shape, block_sizes):
 
 
 @pytest.mark.parametrize(("shape", "block_sizes"), mark_slow_except(CASES, 1, 11))
-def test_pointer_kernels_equal_reference(shape, block_sizes, pointer_loads):
+def test_pointer_kernels_equal_reference(shape, block_sizes, force_pointer_loads):
     q, k, v, grad, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad_out=grad, plan=plan, scale=0.2)
 
 
-def test_large_float32_head_dim_is_unavailable(pointer_loads):
+def test_large_float32_head_dim_is_unavailable(force_pointer_loads):
     assert block.unavailable("cuda", 128, torch.float32) is None
     assert block.unavailable("cuda", 256, torch.bfloat16) is None
     assert "16 to 128" in block.unavailable("cuda", 256, torch.float32)
@@ -123,8 +128,8 @@ def test_small_workspace_equals_one_pass(monkeypatch):
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
     """Set all keys and values that the last query block does not list to NaN."""
-    q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
-    plan = random_plan(q, k, (32, 16), selection_probability=0.0)
+    q, k, v = draw_qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
+    plan = make_random_plan(q, k, (32, 16), selection_probability=0.0)
     is_selected = plan.to_dense()[0]
     expected = reference.attention(q, k, v, plan, scale=0.2)
     # bool [N]: keys in blocks that any query block lists, and that the last query block lists
@@ -138,8 +143,8 @@ def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
 
 def test_unaligned_and_strided_tensors_are_accepted():
     """Pass k with an unaligned address, and v whose channels are not contiguous."""
-    q, k, v = qkv(q_length=40, dim=16)
-    plan = random_plan(q, k, (32, 16))
+    q, k, v = draw_qkv(q_length=40, dim=16)
+    plan = make_random_plan(q, k, (32, 16))
     expected = reference.attention(q, k, v, plan, scale=0.2)
     unaligned_k = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
     strided_v = v.transpose(2, 3).contiguous().transpose(2, 3)
@@ -151,9 +156,9 @@ def test_unaligned_and_strided_tensors_are_accepted():
     ("dim", "value_dim"), [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"]
 )
 def test_value_head_dim_unequal_to_key_head_dim_equals_reference(dim, value_dim):
-    q, k, _ = qkv(q_length=40, dim=dim)
-    v = qkv(q_length=40, dim=value_dim)[2]
-    plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
+    q, k, _ = draw_qkv(q_length=40, dim=dim)
+    v = draw_qkv(q_length=40, dim=value_dim)[2]
+    plan = make_random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
     expected = engines.REFERENCE.attention(q, k, v, plan, scale=0.2, return_lse=True)
     actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=True)
     for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
@@ -161,21 +166,21 @@ def test_value_head_dim_unequal_to_key_head_dim_equals_reference(dim, value_dim)
 
 
 def test_registered_op_passes_opcheck():
-    q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
-    plan = random_plan(q.detach(), k.detach(), (32, 16))
+    q, k, v = (x.requires_grad_() for x in draw_qkv(q_length=40))
+    plan = make_random_plan(q.detach(), k.detach(), (32, 16))
     torch.library.opcheck(
         block.forward_op,
         (q, k, v),
-        block.op_arguments(plan, 0.2),
+        block.make_op_arguments(plan, 0.2),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
 
 def test_empty_plan_has_zero_output_and_gradients():
-    q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
-    ranges = KeyRanges.causal(1, 40, 40, "cpu")
+    q, k, v = (x.requires_grad_() for x in draw_qkv(q_length=40))
+    key_ranges = KeyRanges.causal(1, 40, 40, "cpu")
     is_selected = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
-    plan = BlockPlan.from_dense(is_selected, ranges, query_block=32, key_block=16)
+    plan = BlockPlan.from_dense(is_selected, key_ranges, query_block=32, key_block=16)
     out, lse = block.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -220,6 +225,6 @@ def test_lists_of_width_1_are_widened():
     block_lists = BlockIndices(
         torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int()
     )
-    kernel_lists = BlockLists.of(block_lists)
+    kernel_lists = BlockLists.from_indices(block_lists)
     assert kernel_lists.width == kernel_lists.indices.shape[-1] == 2
     assert kernel_lists.indices[..., 0].eq(7).all()

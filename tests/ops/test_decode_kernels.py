@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decode_cases import STEP_CASES, assert_step_equals_reference, make_step
+from decode_cases import STEP_CASES, assert_step_equals_reference, make_step_inputs
 from marks import mark_slow_except
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
@@ -34,16 +34,16 @@ def _reduce_num_programs(monkeypatch):
     monkeypatch.setattr(attend_kernels, "TARGET_PROGRAMS", 24)
 
 
-def choose_keys(ops_module, q, index, choose_args):
+def choose_keys(ops_module, q, key_index, choose_args):
     """Return the `Choice` of ``ops_module``, which is the module `kernels` or `reference`.
 
     Args:
-        choose_args: scale, length, num_keys, channels, padding_mask and sinks of `make_step`.
+        choose_args: scale, length, num_keys, channels, padding_mask, sinks of `make_step_inputs`.
     """
     scale, length, num_keys, channels, padding_mask, sinks = choose_args
     return ops_module.choose(
         q,
-        index,
+        key_index,
         scale=scale,
         length=length,
         num_keys=num_keys,
@@ -82,12 +82,12 @@ def test_decode_step_with_many_programs_equals_reference(monkeypatch):
 
 
 def test_unused_cache_slots_do_not_change_strided_step():
-    q, k, v, choose_args = make_step(STEP_CASES["group-of-3"])
-    index = kernels.index_keys(k, choose_args[3])
-    choice = choose_keys(kernels, q, index, choose_args)
+    q, k, v, choose_args = make_step_inputs(STEP_CASES["group-of-3"])
+    key_index = kernels.index_keys(k, choose_args[3])
+    choice = choose_keys(kernels, q, key_index, choose_args)
     # pass views of buffers with 300 more slots, so that tensors are not contiguous
     strided_k, strided_v, codes, scales = (
-        torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)
+        torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *key_index)
     )
     assert not strided_k.is_contiguous()
     actual = choose_keys(kernels, q, reference.Index(codes, scales), choose_args)
@@ -101,29 +101,31 @@ def test_sequences_in_a_shared_cache_read_their_own_slots():
     """Test the cache of continuous batching, in which each sequence has a list of slots."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
-    cache = torch.randn(2, 400, 2, 64, generator=generator)
-    k, v = (x.transpose(0, 1).unsqueeze(0).expand(3, -1, -1, -1) for x in cache)
-    slots = torch.stack([torch.randperm(400, generator=generator)[:90] for _ in range(3)])
-    slots = slots.to(torch.int32).unsqueeze(1).expand(-1, 2, -1)
-    counts = torch.tensor([90, 1, 33], dtype=torch.int32).unsqueeze(1).expand(-1, 2)
-    choice = reference.Choice(slots, counts, None)
+    shared_cache = torch.randn(2, 400, 2, 64, generator=generator)
+    k, v = (x.transpose(0, 1).unsqueeze(0).expand(3, -1, -1, -1) for x in shared_cache)
+    slots_of_sequences = torch.stack(
+        [torch.randperm(400, generator=generator)[:90] for _ in range(3)]
+    )
+    slots_of_sequences = slots_of_sequences.to(torch.int32).unsqueeze(1).expand(-1, 2, -1)
+    num_keys_of_sequences = torch.tensor([90, 1, 33], dtype=torch.int32).unsqueeze(1).expand(-1, 2)
+    choice = reference.Choice(slots_of_sequences, num_keys_of_sequences, None)
     expected = reference.attend(q, k, v, choice, scale=0.125)
     torch.testing.assert_close(kernels.attend(q, k, v, choice, scale=0.125), expected)
-    last_slots = slots[2, 0, :33].long()
-    weights = (q[2].view(2, 3, 64) @ k[2, :, last_slots].mT * 0.125).softmax(-1)
-    last_out = weights @ v[2, :, last_slots]
-    torch.testing.assert_close(expected[2, :, 0], last_out.flatten(0, 1))
+    slots_of_last_sequence = slots_of_sequences[2, 0, :33].long()
+    weights = (q[2].view(2, 3, 64) @ k[2, :, slots_of_last_sequence].mT * 0.125).softmax(-1)
+    out_of_last_sequence = weights @ v[2, :, slots_of_last_sequence]
+    torch.testing.assert_close(expected[2, :, 0], out_of_last_sequence.flatten(0, 1))
 
 
 def test_nan_in_unwritten_slots_does_not_change_step():
-    q, k, v, choose_args = make_step(STEP_CASES["group-of-3"])
-    index = kernels.index_keys(k, choose_args[3])
-    choice = choose_keys(kernels, q, index, choose_args)
+    q, k, v, choose_args = make_step_inputs(STEP_CASES["group-of-3"])
+    key_index = kernels.index_keys(k, choose_args[3])
+    choice = choose_keys(kernels, q, key_index, choose_args)
     out = attend(kernels, (q, k, v), choice, choose_args)
     for x in (k, v):
         x[:, :, 1300:] = float("nan")
-    index.codes[:, :, 1300:], index.scales[:, :, 1300:] = 255, float("inf")
-    actual = choose_keys(kernels, q, index, choose_args)
+    key_index.codes[:, :, 1300:], key_index.scales[:, :, 1300:] = 255, float("inf")
+    actual = choose_keys(kernels, q, key_index, choose_args)
     require_same_choice(actual, choice)
     assert torch.equal(attend(kernels, (q, k, v), actual, choose_args), out)
 
@@ -133,7 +135,7 @@ def test_nan_in_unwritten_slots_does_not_change_step():
 def test_nan_row_does_not_change_other_rows(ops_module, tensor_name):
     outputs = []
     for factor in (1.0, float("nan")):
-        q, k, v, choose_args = make_step(STEP_CASES["few-slots"])
+        q, k, v, choose_args = make_step_inputs(STEP_CASES["few-slots"])
         (q if tensor_name == "query" else k[:, :, 50])[0] *= factor
         choice = choose_keys(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
         outputs.append((choice.to_mask()[1], attend(ops_module, (q, k, v), choice, choose_args)))
@@ -146,15 +148,15 @@ def test_nan_row_does_not_change_other_rows(ops_module, tensor_name):
 @pytest.mark.parametrize("nonfinite_value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("channel", [20, 3], ids=["scored", "other-channel"])
 def test_nonfinite_key_is_always_selected(ops_module, nonfinite_value, channel):
-    q, k, v, choose_args = make_step(
+    q, k, v, choose_args = make_step_inputs(
         STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
     )
     assert (3 in choose_args[3]) != (20 in choose_args[3])
     expected = choose_keys(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
-    slot = int((~expected.to_mask()[1, 0, :300]).nonzero()[0])
-    k[1, 0, slot, channel] = nonfinite_value
+    nonfinite_slot = int((~expected.to_mask()[1, 0, :300]).nonzero()[0])
+    k[1, 0, nonfinite_slot, channel] = nonfinite_value
     choice = choose_keys(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
-    assert choice.to_mask()[1, 0, slot] and not choice.to_mask()[..., 300:].any()
+    assert choice.to_mask()[1, 0, nonfinite_slot] and not choice.to_mask()[..., 300:].any()
     assert torch.equal(choice.to_mask()[0], expected.to_mask()[0])
     assert torch.equal(choice.to_mask()[1, 1], expected.to_mask()[1, 1])
     assert choice.to_mask()[1, 0].sum() <= expected.counts[1, 0] + 8
@@ -166,13 +168,13 @@ def test_nonfinite_key_is_always_selected(ops_module, nonfinite_value, channel):
 
 @pytest.mark.parametrize("nonfinite_value", [torch.nan, torch.inf], ids=str)
 def test_nonfinite_query_does_not_change_selection_of_its_group(nonfinite_value):
-    q, k, v, choose_args = make_step(
+    q, k, v, choose_args = make_step_inputs(
         STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
     )
     q[1, 1, 0, choose_args[3][0]] = nonfinite_value
-    index = kernels.index_keys(k, choose_args[3])
+    key_index = kernels.index_keys(k, choose_args[3])
     choice, expected = (
-        choose_keys(ops_module, q, index, choose_args) for ops_module in (kernels, reference)
+        choose_keys(ops_module, q, key_index, choose_args) for ops_module in (kernels, reference)
     )
     assert torch.equal(choice.to_mask(), expected.to_mask())
     assert choice.counts[1, 0] > 150
@@ -181,12 +183,14 @@ def test_nonfinite_query_does_not_change_selection_of_its_group(nonfinite_value)
 
 
 def test_mask_over_unwritten_slots_does_not_change_step():
-    q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step(STEP_CASES["padding"])
-    index = kernels.index_keys(k, channels)
+    q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step_inputs(
+        STEP_CASES["padding"]
+    )
+    key_index = kernels.index_keys(k, channels)
 
     def choose_and_attend(padding_mask):
         choice = choose_keys(
-            kernels, q, index, (scale, length, num_keys, channels, padding_mask, None)
+            kernels, q, key_index, (scale, length, num_keys, channels, padding_mask, None)
         )
         return choice, kernels.attend(
             q, k, v, choice, scale=scale, length=length, padding_mask=padding_mask
@@ -202,14 +206,16 @@ def test_mask_over_unwritten_slots_does_not_change_step():
 
 
 def test_registered_ops_pass_opcheck():
-    q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step(STEP_CASES["padding"])
+    q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step_inputs(
+        STEP_CASES["padding"]
+    )
     registered_ops, channels = torch.ops.cab_hf, list(channels)
-    index = kernels.index_keys(k, channels)
-    choose_inputs = (q, *index, scale, length, num_keys, channels, padding_mask)
+    key_index = kernels.index_keys(k, channels)
+    choose_inputs = (q, *key_index, scale, length, num_keys, channels, padding_mask)
     slots, counts, unread_logit = registered_ops.decode_choose(*choose_inputs)
     attend_inputs = (q, k, v, slots, counts, unread_logit, scale, length, padding_mask)
     inputs_of_ops = {
-        registered_ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
+        registered_ops.decode_write_index: (*key_index, k[:, :, :3], channels, torch.tensor([5])),
         registered_ops.decode_choose: choose_inputs,
         registered_ops.decode_attend: attend_inputs,
     }
@@ -218,7 +224,7 @@ def test_registered_ops_pass_opcheck():
         outcomes = torch.library.opcheck(registered_op.default, op_inputs, test_utils=opcheck_tests)
         assert set(outcomes.values()) == {"SUCCESS"}
     expected = choose_keys(
-        kernels, q, index, (scale, length, num_keys, tuple(channels), padding_mask, None)
+        kernels, q, key_index, (scale, length, num_keys, tuple(channels), padding_mask, None)
     )
     require_same_choice(reference.Choice(slots, counts, unread_logit), expected)
     out = kernels.attend(q, k, v, expected, scale=scale, length=length, padding_mask=padding_mask)

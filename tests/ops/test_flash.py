@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from attention_cases import random_plan
-from tiny import qkv
+from attention_cases import make_random_plan
+from tiny import draw_qkv
 
 from cab_hf.ops.attention import flash
 
 
 @pytest.mark.parametrize("length", [300, 1000, 1024])
 def test_wide_blocks_are_split_into_existing_tiles(length):
-    q, k, _ = qkv(q_length=length)
-    plan = random_plan(q, k, (128, 128), selection_probability=0.6, num_plan_heads=1)
+    q, k, _ = draw_qkv(q_length=length)
+    plan = make_random_plan(q, k, (128, 128), selection_probability=0.6, num_plan_heads=1)
     num_tiles = -(-length // 64)
     for block_lists in (plan.partial, plan.full):
         expected = block_lists.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :num_tiles]
@@ -24,17 +24,17 @@ def test_wide_blocks_are_split_into_existing_tiles(length):
 
 
 def test_folding_head_groups_into_batch_is_a_view():
-    x = torch.randn(1, 50, 6, 8)
-    folded = flash._fold_heads_into_batch(x, 2)
-    assert folded.shape == (2, 50, 3, 8)
-    assert folded.data_ptr() == x.data_ptr()
-    assert torch.equal(folded[1, :, 2], x[0, :, 5])
+    head_vectors = torch.randn(1, 50, 6, 8)
+    folded_vectors = flash._fold_heads_into_batch(head_vectors, 2)
+    assert folded_vectors.shape == (2, 50, 3, 8)
+    assert folded_vectors.data_ptr() == head_vectors.data_ptr()
+    assert torch.equal(folded_vectors[1, :, 2], head_vectors[0, :, 5])
 
 
 def test_fake_op_returns_strides_of_transformers():
     """Check the fake (meta) implementation of the op, which torch.compile uses for shapes."""
-    q, k, v = qkv(q_length=40)
-    plan = random_plan(q, k, (128, 64))
+    q, k, v = draw_qkv(q_length=40)
+    plan = make_random_plan(q, k, (128, 64))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         out, lse = flash.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tiny import qkv
+from tiny import draw_qkv
 from torch.nn import functional as F
 
 from cab_hf import engines
@@ -83,7 +83,7 @@ def test_flash_attn_receives_token_major_tensors(monkeypatch, returns_lse):
     monkeypatch.setattr(
         flash_dense, "_import_flash_attn_func", flash_dense._import_flash_attn_func.__wrapped__
     )
-    q, k, v = qkv(q_length=30, kv_length=70, heads=4, kv_heads=2, dim=16)
+    q, k, v = draw_qkv(q_length=30, kv_length=70, heads=4, kv_heads=2, dim=16)
     k = k + torch.arange(70).view(-1, 1) / 70
     mask = torch.ones(30, 70, dtype=torch.bool).tril(40)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_cases import make_case
 
-from cab_hf.ops.pairs import add_pairs
+from cab_hf.ops.pairs import count_query_key_pairs
 
 CASES = [
     pytest.param({"q_length": 200}, (32, 16), id="plain"),
@@ -29,11 +29,11 @@ def stack_pair_counts(plan):
 def test_counted_pairs_equal_plan_pairs(shape, block_sizes):
     *_, plan = make_case("cpu", torch.float32, block_sizes, **shape)
     expected = stack_pair_counts(plan)
-    pair_counts = add_pairs(plan)
+    pair_counts = count_query_key_pairs(plan)
     assert pair_counts.dtype == torch.int64
     assert torch.equal(pair_counts, expected)
-    # `add_pairs` returns a new tensor, and does not change ``pair_counts``
-    assert torch.equal(add_pairs(plan, pair_counts), 2 * expected)
+    # `count_query_key_pairs` returns a new tensor, and does not change ``pair_counts``
+    assert torch.equal(count_query_key_pairs(plan, pair_counts), 2 * expected)
     assert torch.equal(pair_counts, expected)
 
 
@@ -41,4 +41,4 @@ def test_counted_pairs_include_sampled_blocks():
     *_, plan = make_case("cpu", torch.float32, (32, 16), q_length=300)
     sampled_plan = plan.with_sample(2, torch.tensor(5))
     assert stack_pair_counts(sampled_plan)[0] > stack_pair_counts(plan)[0]
-    assert torch.equal(add_pairs(sampled_plan), stack_pair_counts(sampled_plan))
+    assert torch.equal(count_query_key_pairs(sampled_plan), stack_pair_counts(sampled_plan))

@@ -4,20 +4,20 @@ import pytest
 import torch
 import transformers
 from marks import NEEDS_SERVING
-from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
-from tiny_types import tiny_model as make_model_of_type
+from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, draw_token_ids, make_tiny_model
+from tiny_types import make_tiny_model as make_model_of_type
 
 import cab_hf
 from cab_hf import capability, checks
 from cab_hf.config import Origin
 
-# `Origin` of a calibration for a model with the shape of `tiny_model`
+# `Origin` of a calibration for a model with the shape of `make_tiny_model`
 CALIBRATION_ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 @pytest.fixture
 def model():
-    return tiny_model()
+    return make_tiny_model()
 
 
 def test_stats_accumulate_until_reset(model):
@@ -26,9 +26,9 @@ def test_stats_accumulate_until_reset(model):
         {"layer": layer_index, "density": None} for layer_index in range(3)
     ]
     with torch.no_grad():
-        model(tokens(1, 300))
+        model(draw_token_ids(1, 300))
         stats_after_first_call = cab_hf.stats(model)
-        model(tokens(1, 300))
+        model(draw_token_ids(1, 300))
     # densities are means over calls, so that a repeated call changes nothing
     assert cab_hf.stats(model) == stats_after_first_call
     assert stats_after_first_call[1]["density"] is None
@@ -54,7 +54,7 @@ def test_describe_reports_engine_and_reason_per_layer(model):
     assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in training_description
     assert "(calibrated for somebody's at 4,096 tokens):" in training_description
     assert "sampled" not in cab_hf.describe(model, tokens=500, training=False)
-    sliding_model = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE_CONFIG)
+    sliding_model = cab_hf.apply_cab(make_tiny_model("qwen3-some-sliding"), SPARSE_CONFIG)
     assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding_model)
 
 
@@ -98,7 +98,7 @@ def test_describe_finds_layers_without_is_causal_attribute():
     model.set_attn_implementation("cab")
     assert "layers 0-1: sparse" in cab_hf.describe(model, tokens=100)
     with torch.no_grad():
-        model(tokens(1, 100))
+        model(draw_token_ids(1, 100))
     assert cab_hf.stats(model) == [
         {"layer": layer_index, "density": 1.0} for layer_index in range(2)
     ]
@@ -113,7 +113,7 @@ def test_describe_reports_layers_without_layer_index(model_type):
     with pytest.raises(
         ValueError, match="sparsity must be one number for a layer that has no index"
     ):
-        model(tokens(1, 100))
+        model(draw_token_ids(1, 100))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_describe_with_invalid_arguments_raises(model, invalid_arguments):
 
 
 def test_describe_reports_unsupported_layers():
-    model = cab_hf.apply_cab(tiny_model(), {})
+    model = cab_hf.apply_cab(make_tiny_model(), {})
     # `skip_topk` marks a layer that reuses the keys which the indexer of another layer selected
     model.model.layers[1].self_attn.skip_topk = True
     description_lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
@@ -137,7 +137,7 @@ def test_describe_reports_unsupported_layers():
 def test_describe_agrees_with_executed_route(model):
     cab_hf.apply_cab(model, SPARSE_CONFIG, dense_layers=(2,))
     with torch.no_grad():
-        model(tokens(1, 200))
+        model(draw_token_ids(1, 200))
     is_layer_sparse = [row["density"] is not None for row in cab_hf.stats(model)]
     assert is_layer_sparse == [True, True, False]
     description = cab_hf.describe(model, tokens=200)
@@ -183,7 +183,7 @@ def switch_by_transformers(model, min_length):
     model.config.cab_config = {"min_length": min_length}
     model.set_attn_implementation("cab")
     with torch.no_grad():
-        model(tokens(1, 40))
+        model(draw_token_ids(1, 40))
 
 
 SWITCH_FUNCTIONS = [switch_by_apply_cab, switch_by_cab_block, switch_by_transformers]
@@ -207,31 +207,31 @@ def test_model_that_is_always_dense_warns_once(model, find_warnings, switch_mode
 
 
 def prefill(model):
-    model(tokens(1, 50))
+    model(draw_token_ids(1, 50))
 
 
 def generate(model):
-    model.generate(tokens(1, 50), max_new_tokens=3, do_sample=False)
+    model.generate(draw_token_ids(1, 50), max_new_tokens=3, do_sample=False)
 
 
 def prefill_one_token(model):
-    model(tokens(1, 1))
+    model(draw_token_ids(1, 1))
 
 
 def prefill_after_dense_chunk(model):
     model.set_attn_implementation("cab_dense")
-    cache = model(tokens(1, 50)).past_key_values
+    cache = model(draw_token_ids(1, 50)).past_key_values
     model.set_attn_implementation("cab")
-    model(tokens(1, 50), past_key_values=cache)
+    model(draw_token_ids(1, 50), past_key_values=cache)
 
 
 def prefill_packed(model):
-    model(tokens(1, 100), position_ids=torch.arange(50).repeat(2)[None])
+    model(draw_token_ids(1, 100), position_ids=torch.arange(50).repeat(2)[None])
 
 
 def prefill_compiled(model):
     torch._dynamo.reset()
-    torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 50))
+    torch.compile(model, fullgraph=True, backend="eager")(draw_token_ids(1, 50))
 
 
 def prefill_by_cab_dense(model):
@@ -255,7 +255,7 @@ LINEAR_ROPE_FIELDS = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, 
 def test_sparse_or_intentionally_dense_model_does_not_warn(
     find_warnings, use_model, config_changes, min_length
 ):
-    model = tiny_model(**config_changes)
+    model = make_tiny_model(**config_changes)
     if min_length is None:
         model.set_attn_implementation("cab")
         use_model(model)
@@ -279,7 +279,7 @@ def test_sparse_or_intentionally_dense_model_does_not_warn(
     ],
 )
 def test_prompt_below_min_length_warns_once(find_warnings, use_model, cab_settings, should_warn):
-    model = tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
+    model = make_tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
     cab_hf.apply_cab(model, cab_settings)
     with torch.no_grad():
         for _ in range(2 if should_warn else 1):

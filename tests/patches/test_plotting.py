@@ -5,7 +5,7 @@ import sys
 import numpy
 import pytest
 import torch
-from tiny import SPARSE_CONFIG, tiny_model, tokens
+from tiny import SPARSE_CONFIG, draw_token_ids, make_tiny_model
 
 import cab_hf
 
@@ -18,10 +18,10 @@ PANEL_EXTENT_TOKENS = [0, 304, 320, 0]
 
 @pytest.fixture
 def model():
-    return cab_hf.apply_cab(tiny_model(), SPARSE_CONFIG)
+    return cab_hf.apply_cab(make_tiny_model(), SPARSE_CONFIG)
 
 
-def count_pairs(panel):
+def count_attended_and_causal_pairs(panel):
     """Return (number of attended token pairs, number of causal pairs) of a panel.
 
     Attended pairs are a mean over heads, because the colour of a block is a mean over heads.
@@ -36,32 +36,36 @@ def count_pairs(panel):
 @pytest.mark.parametrize("setting_changes", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
 def test_panel_of_all_heads_has_density_of_layer(model, setting_changes):
     cab_hf.apply_cab(model, **setting_changes)
-    input_ids = tokens(1, PROMPT_TOKENS)
+    input_ids = draw_token_ids(1, PROMPT_TOKENS)
     with torch.no_grad():
         model(input_ids)
     density = cab_hf.stats(model, reset=True)[1]["density"]
     panel = cab_hf.plot_plan(model, input_ids, layer=1).axes[0]
     assert [row["density"] is None for row in cab_hf.stats(model)] == [False, True, True]
-    num_attended, num_causal = count_pairs(panel)
+    num_attended, num_causal = count_attended_and_causal_pairs(panel)
     assert 0.1 < density < 0.9 and num_attended / num_causal == pytest.approx(density, abs=1e-6)
     assert f"density {density:.2f}" in panel.get_title()
     assert panel.images[0].get_extent() == PANEL_EXTENT_TOKENS
 
 
 def test_mean_of_head_panels_equals_panel_of_all_heads(model):
-    input_ids = tokens(1, PROMPT_TOKENS)
+    input_ids = draw_token_ids(1, PROMPT_TOKENS)
     panels = cab_hf.plot_plan(model, input_ids, layer=2, heads=range(6)).axes
     assert [panel.get_title().split("\n")[0] for panel in panels] == [
         f"layer 2, head {head}" for head in range(6)
     ]
-    num_attended, _ = count_pairs(cab_hf.plot_plan(model, input_ids, layer=2).axes[0])
-    assert sum(count_pairs(panel)[0] for panel in panels) / 6 == pytest.approx(num_attended)
+    num_attended, _ = count_attended_and_causal_pairs(
+        cab_hf.plot_plan(model, input_ids, layer=2).axes[0]
+    )
+    assert sum(count_attended_and_causal_pairs(panel)[0] for panel in panels) / 6 == pytest.approx(
+        num_attended
+    )
     images = {panel.images[0].get_array().tobytes() for panel in panels}
     assert len(images) > 1
 
 
 def test_invisible_pairs_are_blank(model):
-    (panel, _) = cab_hf.plot_plan(model, tokens(1, PROMPT_TOKENS), layer=0).axes
+    (panel, _) = cab_hf.plot_plan(model, draw_token_ids(1, PROMPT_TOKENS), layer=0).axes
     image = numpy.ma.getdata(panel.images[0].get_array())
     # the first query block (32 queries) sees two key blocks of 16; later blocks are not drawn
     assert numpy.isnan(image[0]).tolist() == [False] * 2 + [True] * 17
@@ -73,7 +77,7 @@ def test_invisible_pairs_are_blank(model):
     ("plot_arguments", "setting_changes", "error_pattern"),
     [
         ({"layer": 3}, {}, r"index of an attention layer, one of \[0, 1, 2\], got 3"),
-        ({"input_ids": tokens(2, PROMPT_TOKENS)}, {}, "must be the tokens of one prompt"),
+        ({"input_ids": draw_token_ids(2, PROMPT_TOKENS)}, {}, "must be the tokens of one prompt"),
         ({"heads": [6]}, {}, "query heads, 0 to 5"),
         ({"heads": []}, {}, "query heads, 0 to 5"),
         *(
@@ -89,18 +93,34 @@ def test_invisible_pairs_are_blank(model):
             {},
             r"input_ids must be the tokens of one prompt.*, got \[\[1, 2\]\]",
         ),
-        ({"input_ids": tokens(1, 0)}, {}, r"input_ids must be .*, got a tensor of shape \(1, 0\)"),
-        ({"input_ids": tokens(1, 9).float()}, {}, "must be a tensor .*, got torch.float32"),
-        ({"input_ids": tokens(1, 9) > 1}, {}, "input_ids must be a tensor .*, got torch.bool"),
-        ({"input_ids": tokens(1, 9) - 99}, {}, "input_ids must be tokens that the .*, got -"),
-        ({"input_ids": tokens(1, 9) + 999}, {}, "input_ids must be tokens that the .*, got 1"),
+        (
+            {"input_ids": draw_token_ids(1, 0)},
+            {},
+            r"input_ids must be .*, got a tensor of shape \(1, 0\)",
+        ),
+        ({"input_ids": draw_token_ids(1, 9).float()}, {}, "must be a tensor .*, got torch.float32"),
+        (
+            {"input_ids": draw_token_ids(1, 9) > 1},
+            {},
+            "input_ids must be a tensor .*, got torch.bool",
+        ),
+        (
+            {"input_ids": draw_token_ids(1, 9) - 99},
+            {},
+            "input_ids must be tokens that the .*, got -",
+        ),
+        (
+            {"input_ids": draw_token_ids(1, 9) + 999},
+            {},
+            "input_ids must be tokens that the .*, got 1",
+        ),
         ({}, {"min_length": 500}, "shorter than min_length=500"),
         ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
 )
 def test_invalid_plot_arguments_raise(model, plot_arguments, setting_changes, error_pattern):
     cab_hf.apply_cab(model, **setting_changes)
-    plot_arguments = {"input_ids": tokens(1, PROMPT_TOKENS), "layer": 1} | plot_arguments
+    plot_arguments = {"input_ids": draw_token_ids(1, PROMPT_TOKENS), "layer": 1} | plot_arguments
     with pytest.raises(ValueError, match=error_pattern):
         cab_hf.plot_plan(model, **plot_arguments)
 
@@ -114,7 +134,7 @@ def test_invalid_plot_arguments_raise(model, plot_arguments, setting_changes, er
     ],
 )
 def test_integers_of_other_libraries_are_accepted(model, layer, heads, dtype):
-    input_ids = tokens(1, PROMPT_TOKENS)
+    input_ids = draw_token_ids(1, PROMPT_TOKENS)
     actual = cab_hf.plot_plan(model, input_ids.to(dtype), layer=layer, heads=heads).axes
     expected = cab_hf.plot_plan(model, input_ids, layer=1, heads=[1, 2]).axes
     assert [panel.get_title() for panel in actual] == [panel.get_title() for panel in expected]
@@ -122,10 +142,10 @@ def test_integers_of_other_libraries_are_accepted(model, layer, heads, dtype):
 
 def test_model_without_cab_raises():
     with pytest.raises(ValueError, match="attn_implementation must be cab .*, got 'sdpa'"):
-        cab_hf.plot_plan(tiny_model(), tokens(1, PROMPT_TOKENS), layer=1)
+        cab_hf.plot_plan(make_tiny_model(), draw_token_ids(1, PROMPT_TOKENS), layer=1)
 
 
 def test_missing_matplotlib_error_names_extra(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        cab_hf.plot_plan(model, tokens(1, PROMPT_TOKENS), layer=0)
+        cab_hf.plot_plan(model, draw_token_ids(1, PROMPT_TOKENS), layer=0)

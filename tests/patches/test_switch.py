@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, tiny_model, tokens
+from tiny import FULL_BUDGET_CONFIG, MODEL_SIZES, SPARSE_CONFIG, draw_token_ids, make_tiny_model
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -30,17 +30,17 @@ from cab_hf.patches import calibration
 # state of a new model, to which `apply_cab` was not applied
 STATE_WITHOUT_CAB = ("sdpa", None)
 # a predictor whose field sparsity may be a table with a number for each head
-FRC_SETTINGS = {"predictor": "frc"}
-# `Origin` of a calibration for a model with the shape of `tiny_model`
+FRC_PREDICTOR_SETTINGS = {"predictor": "frc"}
+# `Origin` of a calibration for a model with the shape of `make_tiny_model`
 CALIBRATION_ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 @pytest.fixture
 def model():
-    return tiny_model()
+    return make_tiny_model()
 
 
-def read_state(model):
+def read_cab_state(model):
     """Return (attention implementation, settings of CAB or None)."""
     return model.config._attn_implementation, getattr(model.config, "cab_config", None)
 
@@ -51,7 +51,7 @@ def test_apply_cab_is_idempotent_and_remove_cab_restores_settings(model):
     assert model.config.cab_config["mass_threshold"] == 0.05
     assert model.config.cab_config["key_block"] == SPARSE_CONFIG.key_block
     for _ in range(2):
-        assert cab_hf.remove_cab(model) is model and read_state(model) == STATE_WITHOUT_CAB
+        assert cab_hf.remove_cab(model) is model and read_cab_state(model) == STATE_WITHOUT_CAB
 
 
 def pickle_and_load(model):
@@ -84,19 +84,19 @@ DERIVE_FUNCTIONS = {
 @pytest.mark.parametrize("derive_model", DERIVE_FUNCTIONS.values(), ids=DERIVE_FUNCTIONS)
 def test_remove_cab_restores_state_after_pickle_and_copy(model, derive_model):
     derived_model = derive_model(model)
-    assert read_state(derived_model)[0] == "cab"
+    assert read_cab_state(derived_model)[0] == "cab"
     assert "layers 0-2: sparse" in cab_hf.describe(derived_model, tokens=200)
     assert [row["layer"] for row in cab_hf.stats(derived_model)] == [0, 1, 2]
-    assert read_state(cab_hf.remove_cab(derived_model)) == STATE_WITHOUT_CAB
+    assert read_cab_state(cab_hf.remove_cab(derived_model)) == STATE_WITHOUT_CAB
 
 
 def test_switching_a_copy_does_not_change_the_original(model):
     apply_sparse_cab(model)
     with cab_hf.cab(model, mass_threshold=0.05):
         copied_model = copy.deepcopy(model)
-    assert read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
-    assert read_state(copied_model)[1]["mass_threshold"] == 0.05
-    assert read_state(cab_hf.remove_cab(copied_model)) == STATE_WITHOUT_CAB
+    assert read_cab_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
+    assert read_cab_state(copied_model)[1]["mass_threshold"] == 0.05
+    assert read_cab_state(cab_hf.remove_cab(copied_model)) == STATE_WITHOUT_CAB
 
 
 def test_saved_config_differs_by_cab_config_only(model, tmp_path):
@@ -106,12 +106,12 @@ def test_saved_config_differs_by_cab_config_only(model, tmp_path):
         "cab_config",
         "architectures",
     }
-    state_before = read_state(loaded_model)
+    state_before = read_cab_state(loaded_model)
     assert state_before[0] == "sdpa" and CabConfig.from_dict(state_before[1]) == SPARSE_CONFIG
     # apply_cab was not called on the loaded model, so remove_cab keeps the saved settings
-    assert read_state(cab_hf.remove_cab(loaded_model)) == state_before
+    assert read_cab_state(cab_hf.remove_cab(loaded_model)) == state_before
     assert (
-        read_state(cab_hf.remove_cab(cab_hf.apply_cab(loaded_model, mass_threshold=0.08)))
+        read_cab_state(cab_hf.remove_cab(cab_hf.apply_cab(loaded_model, mass_threshold=0.08)))
         == state_before
     )
 
@@ -136,17 +136,17 @@ parametrize_preparations = pytest.mark.parametrize(
 @pytest.mark.parametrize("first_ending_block", [0, 1, 2])
 def test_cab_blocks_can_end_in_any_order(model, first_ending_block, prepare_model):
     prepare_model(model)
-    state_before = read_state(model)
+    state_before = read_cab_state(model)
     cab_blocks = [cab_hf.cab(model, mass_threshold=threshold) for threshold in (0.5, 0.6, 0.7)]
     for cab_block in cab_blocks:
         cab_block.__enter__()
     cab_blocks.pop(first_ending_block).__exit__(None, None, None)
     # the settings of the innermost ``with`` block that is still open apply
-    assert read_state(model)[1]["mass_threshold"] == (0.6 if first_ending_block == 2 else 0.7)
+    assert read_cab_state(model)[1]["mass_threshold"] == (0.6 if first_ending_block == 2 else 0.7)
     for cab_block in cab_blocks:
         cab_block.__exit__(None, None, None)
-    assert read_state(model) == state_before
-    assert read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
+    assert read_cab_state(model) == state_before
+    assert read_cab_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
 
 
 def raise_runtime_error(model):
@@ -155,7 +155,7 @@ def raise_runtime_error(model):
 
 ACTIONS_INSIDE_BLOCK = {
     "nothing": lambda model: None,
-    "remove": lambda model: read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB or 1 / 0,
+    "remove": lambda model: read_cab_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB or 1 / 0,
     "apply": lambda model: cab_hf.apply_cab(model, mass_threshold=0.08),
     "again": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass_threshold=0.08),
     "eager": lambda model: model.set_attn_implementation("eager"),
@@ -169,17 +169,19 @@ ACTIONS_INSIDE_BLOCK = {
 )
 def test_cab_block_restores_state_after_exceptions(model, act_inside_block, prepare_model):
     prepare_model(model)
-    state_before = read_state(model)
+    state_before = read_cab_state(model)
     expectation = (
         pytest.raises(RuntimeError, match="from inside")
         if act_inside_block is raise_runtime_error
         else nullcontext()
     )
     with expectation, cab_hf.cab(model, mass_threshold=0.08):
-        assert read_state(model)[0] == "cab" and read_state(model)[1]["mass_threshold"] == 0.08
+        assert (
+            read_cab_state(model)[0] == "cab" and read_cab_state(model)[1]["mass_threshold"] == 0.08
+        )
         act_inside_block(model)
-    assert read_state(model) == state_before
-    assert read_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
+    assert read_cab_state(model) == state_before
+    assert read_cab_state(cab_hf.remove_cab(model)) == STATE_WITHOUT_CAB
 
 
 def make_tiny_llava(**implementations):
@@ -217,7 +219,7 @@ IMPLEMENTATION_CASES = {
 def test_apply_cab_switches_language_model_only(implementations):
     model = make_tiny_llava(**implementations)
     implementations_before = read_implementations(model)
-    input_ids = tokens(1, 150).clamp(min=6)
+    input_ids = draw_token_ids(1, 150).clamp(min=6)
     input_ids[:, 3:7] = 5
     pixel_values = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -250,20 +252,24 @@ def test_calibrate_uses_language_model_only(implementations, monkeypatch):
 def test_models_with_shared_config_are_switched_separately():
     config = LlamaConfig(**MODEL_SIZES)
     first_model, second_model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
-    input_ids = tokens(1, 200)
+    input_ids = draw_token_ids(1, 200)
     with torch.no_grad():
         expected = second_model(input_ids).logits
         apply_sparse_cab(first_model)
-        assert read_state(second_model) == STATE_WITHOUT_CAB == (config._attn_implementation, None)
+        assert (
+            read_cab_state(second_model) == STATE_WITHOUT_CAB == (config._attn_implementation, None)
+        )
         assert torch.equal(second_model(input_ids).logits, expected)
         cab_hf.apply_cab(second_model, FULL_BUDGET_CONFIG)
-        assert read_state(first_model)[1]["mass_threshold"] == SPARSE_CONFIG.mass_threshold
+        assert read_cab_state(first_model)[1]["mass_threshold"] == SPARSE_CONFIG.mass_threshold
         cab_hf.remove_cab(first_model)
-        assert read_state(second_model)[1]["mass_threshold"] == FULL_BUDGET_CONFIG.mass_threshold
+        assert (
+            read_cab_state(second_model)[1]["mass_threshold"] == FULL_BUDGET_CONFIG.mass_threshold
+        )
     with cab_hf.cab(second_model, mass_threshold=0.08):
         model_built_in_block = LlamaForCausalLM(second_model.config)
     cab_hf.remove_cab(second_model)
-    assert read_state(model_built_in_block)[1]["mass_threshold"] == 0.08
+    assert read_cab_state(model_built_in_block)[1]["mass_threshold"] == 0.08
 
 
 def make_model_without_attention_interface():
@@ -286,9 +292,12 @@ def make_model_without_attention_interface():
             "keeps attn_implementation='sdpa'",
             id="falcon",
         ),
-        pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
+        pytest.param(make_tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
         pytest.param(
-            make_tiny_llava, FRC_SETTINGS | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"
+            make_tiny_llava,
+            FRC_PREDICTOR_SETTINGS | {"sparsity": [[0.5] * 5] * 3},
+            "sparsity",
+            id="table",
         ),
     ],
 )
@@ -321,20 +330,20 @@ def test_apply_cab_accepts_dict_or_file(model, tmp_path, settings_type):
     config.save(tmp_path / "own.json")
     settings = config.to_dict() if settings_type is dict else settings_type(tmp_path / "own.json")
     with cab_hf.cab(model, settings, mass_threshold=0.05):
-        assert read_state(model) == (
+        assert read_cab_state(model) == (
             "cab",
             dataclasses.replace(config, mass_threshold=0.05).to_dict(),
         )
     cab_hf.apply_cab(model, settings)
-    assert read_state(model) == ("cab", config.to_dict())
+    assert read_cab_state(model) == ("cab", config.to_dict())
     # the config of a saved model contains the settings, not the path of the file
     reloaded_model = save_and_load(
-        tiny_model(), tmp_path / "model", attn_implementation="cab", cab_config=settings
+        make_tiny_model(), tmp_path / "model", attn_implementation="cab", cab_config=settings
     )
-    assert read_state(reloaded_model) == ("cab", config.to_dict())
+    assert read_cab_state(reloaded_model) == ("cab", config.to_dict())
     # fields that a dict leaves out are reset to their defaults
     cab_hf.apply_cab(model, {"mass_threshold": 0.08})
-    assert read_state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
+    assert read_cab_state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
 
 
 def save_and_load(model, folder, **load_options):
@@ -343,21 +352,21 @@ def save_and_load(model, folder, **load_options):
     return AutoModelForCausalLM.from_pretrained(folder, **load_options)
 
 
-# settings for 30 layers; `tiny_model` has 3
-SETTINGS_OF_30_LAYERS = FRC_SETTINGS | {"sparsity": [[0.5] * 6] * 30}
+# settings for 30 layers; `make_tiny_model` has 3
+SETTINGS_OF_30_LAYERS = FRC_PREDICTOR_SETTINGS | {"sparsity": [[0.5] * 6] * 30}
 HEAD_MAP_OF_9_HEADS = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
 SHAPE_ERROR_PATTERN = (
     r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
 )
-# (settings that do not fit `tiny_model`, part of the error message)
+# (settings that do not fit `make_tiny_model`, part of the error message)
 MISFITTING_SETTINGS = {
     "layers": (SETTINGS_OF_30_LAYERS, "sparsity has 30 layers of 6 heads, and this model has 3"),
     "fewer-layers": (
-        FRC_SETTINGS | {"sparsity": [[0.1] * 6] * 2},
+        FRC_PREDICTOR_SETTINGS | {"sparsity": [[0.1] * 6] * 2},
         "sparsity has 2 layers of 6 heads",
     ),
     "heads": (
-        FRC_SETTINGS | {"sparsity": [[0.5] * 9] * 3},
+        FRC_PREDICTOR_SETTINGS | {"sparsity": [[0.5] * 9] * 3},
         "9 heads, and this model has 3 layers of 6",
     ),
     "map": (HEAD_MAP_OF_9_HEADS, "head_map has 3 layers of 9 heads"),
@@ -376,7 +385,7 @@ MISFITTING_SETTINGS = {
 }
 
 
-def pass_settings(model, folder, settings, entry_point):
+def pass_settings_to_model(model, folder, settings, entry_point):
     """Pass ``settings`` to a model by an entry point.
 
     Args:
@@ -411,7 +420,7 @@ def test_settings_of_another_model_raise_at_every_entry_point(
     model, tmp_path, entry_point, settings, error_pattern
 ):
     with pytest.raises(ValueError, match=error_pattern):
-        pass_settings(model, tmp_path, settings, entry_point)
+        pass_settings_to_model(model, tmp_path, settings, entry_point)
 
 
 def test_assigning_settings_of_another_model_raises(model):
@@ -425,7 +434,7 @@ def test_assigning_settings_of_another_model_raises(model):
     model.config.cab_config = SETTINGS_OF_30_LAYERS
 
 
-@pytest.mark.parametrize("use_model", [cab_hf.describe, lambda model: model(tokens(1, 40))])
+@pytest.mark.parametrize("use_model", [cab_hf.describe, lambda model: model(draw_token_ids(1, 40))])
 def test_calibration_of_another_model_raises_at_forward(model, use_model):
     cab_hf.apply_cab(model, SPARSE_CONFIG)
     model = copy.deepcopy(model)
@@ -442,18 +451,18 @@ def test_settings_are_compared_once_per_model(model, monkeypatch):
     cab_hf.apply_cab(model, SPARSE_CONFIG, dense_layers=(2,))
     compared_settings.clear()
     for _ in range(3):
-        model(tokens(1, 40))
+        model(draw_token_ids(1, 40))
     assert not compared_settings
     # after a change of the model config, settings are compared with the model again
     model.config.num_hidden_layers = 2
-    model(tokens(1, 40))
+    model(draw_token_ids(1, 40))
     assert len(compared_settings) == 1
 
 
 def test_rejected_settings_can_be_replaced(model):
     model.config.cab_config = SETTINGS_OF_30_LAYERS
-    assert read_state(apply_sparse_cab(model)) == ("cab", SPARSE_CONFIG.to_dict())
-    assert read_state(cab_hf.remove_cab(model)) == ("sdpa", SETTINGS_OF_30_LAYERS)
+    assert read_cab_state(apply_sparse_cab(model)) == ("cab", SPARSE_CONFIG.to_dict())
+    assert read_cab_state(cab_hf.remove_cab(model)) == ("sdpa", SETTINGS_OF_30_LAYERS)
 
 
 @pytest.mark.parametrize("missing_field", ["layers", "heads", "kv_heads"])
@@ -464,7 +473,7 @@ def test_fields_missing_from_calibration_are_not_compared(model, missing_field):
 
 
 def compute_loss(model, has_padding=False):
-    input_ids = tokens(1, 160)
+    input_ids = draw_token_ids(1, 160)
     mask_arguments = {"attention_mask": (torch.arange(160) > 4)[None].long()} if has_padding else {}
     return model(input_ids=input_ids, labels=input_ids, use_cache=False, **mask_arguments).loss
 
@@ -506,7 +515,7 @@ def compute_loss_before_apply_cab(model, has_padding):
 def test_recompute_with_other_settings_raises(
     implementation, has_padding, compute_loss_before_switch, use_reentrant
 ):
-    model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
+    model = make_tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     with cab_hf.cab(model, SPARSE_CONFIG):

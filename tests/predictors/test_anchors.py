@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from tiny import SPARSE_CONFIG, qkv
+from tiny import SPARSE_CONFIG, draw_qkv
 
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as anchor_calibration
@@ -81,9 +81,9 @@ def measure_coverages(config, layers, importance=None):
         layers: (q, k) of each layer, [1, H, N, D].
         importance: weight of each layer; None for equal weights.
     """
-    ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
+    key_ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
     measurements = [
-        measure_layer(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
+        measure_layer(q, k, LayerContext(key_ranges, 0.25, layer), config, NEEDLES)
         for layer, (q, k) in enumerate(layers)
     ]
     layer_importance = importance or [1.0] * len(layers)
@@ -109,12 +109,12 @@ def fit_cascade_config(
 
 def select_plan(config, q, k, layer=0):
     """Return the plan that the predictor of ``config`` selects for causal q and k."""
-    ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
-    return make_predictor(config)(q, k, LayerContext(ranges, 0.25, layer))
+    key_ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
+    return make_predictor(config)(q, k, LayerContext(key_ranges, 0.25, layer))
 
 
 def make_q_and_k(seed, num_heads=4):
-    q, k, _ = qkv(q_length=NUM_TOKENS, heads=num_heads, kv_heads=num_heads, seed=seed)
+    q, k, _ = draw_qkv(q_length=NUM_TOKENS, heads=num_heads, kv_heads=num_heads, seed=seed)
     return 3 * q, 3 * k
 
 
@@ -135,8 +135,8 @@ def test_permuted_heads_are_mapped_back(outlier_queries):
         head_order,
     ]
     # with the head map, blocks cover as much mass in layer 1 as in the anchor layer
-    mass = coverage.mass[0, 1, head_order, range(4)].mean()
-    torch.testing.assert_close(mass, coverage.mass[0, 0].diagonal().mean())
+    covered_mass = coverage.mass[0, 1, head_order, range(4)].mean()
+    torch.testing.assert_close(covered_mass, coverage.mass[0, 0].diagonal().mean())
     assert fit_cascade_config(config, coverages, target_density=0.5).head_map[1] == tuple(
         head_order
     )
@@ -179,11 +179,11 @@ def test_threshold_0_covers_all_mass(monkeypatch):
 
 def test_anchors_are_weighted_by_importance():
     """Layers 1 and 2 compete to be the second anchor: the more important layer must win."""
-    mass = torch.ones(3, 3, 1, 1, dtype=torch.float64)
-    mass[0, 1], mass[0, 2], mass[1, 2] = 0.5, 0.6, 0.55
+    covered_mass = torch.ones(3, 3, 1, 1, dtype=torch.float64)
+    covered_mass[0, 1], covered_mass[0, 2], covered_mass[1, 2] = 0.5, 0.6, 0.55
 
     def find_two_anchors(*importance):
-        return find_best_anchors(compute_anchor_values(mass, torch.tensor(importance)), 2)
+        return find_best_anchors(compute_anchor_values(covered_mass, torch.tensor(importance)), 2)
 
     assert find_two_anchors(1.0, 1.0, 0.1) == (0, 1)
     assert find_two_anchors(1.0, 0.1, 1.0) == (0, 2)
@@ -191,20 +191,20 @@ def test_anchors_are_weighted_by_importance():
 
 def test_assigned_heads_and_density_equal_hand_computed_values():
     """Heads of anchor layers map to themselves; other heads map to the head that covers most."""
-    mass = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
-    # gain [anchor layer a, layer b, head of a, head of b]; in an anchor layer, each head maps to
-    # itself even if another head covers more
-    gain = torch.stack([mass, mass.flip(1)])
-    actual = assign_anchors(gain, (0,))
+    covered_mass = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
+    # [anchor layer a, layer b, head of a, head of b]; in an anchor layer, each head maps to itself
+    # even if another head covers more
+    covered_mass_by_head = torch.stack([covered_mass, covered_mass.flip(1)])
+    actual = assign_anchors(covered_mass_by_head, (0,))
     assert actual.anchor_of_layer == (0, 0) and actual.source_heads.tolist() == [[0, 1], [0, 1]]
-    actual = assign_anchors(gain.flip(2), (0,))
+    actual = assign_anchors(covered_mass_by_head.flip(2), (0,))
     assert actual.source_heads.tolist() == [[0, 1], [1, 0]]
-    assert assign_anchors(gain, (0, 1)).source_heads.tolist() == [[0, 1], [0, 1]]
-    gain[0, 1, 1, 0] = 0.95
-    actual = assign_anchors(gain, (0,))
+    assert assign_anchors(covered_mass_by_head, (0, 1)).source_heads.tolist() == [[0, 1], [0, 1]]
+    covered_mass_by_head[0, 1, 1, 0] = 0.95
+    actual = assign_anchors(covered_mass_by_head, (0,))
     assert actual.source_heads.tolist() == [[0, 1], [1, 1]]
     density = torch.tensor([[0.1, 0.4], [0.7, 0.8]]).double()
-    coverage = Coverage(gain, gain, density, density[0])
+    coverage = Coverage(covered_mass_by_head, covered_mass_by_head, density, density[0])
     assert actual.compute_density(coverage) == pytest.approx((0.1 + 3 * 0.4) / 4)
 
 
@@ -221,9 +221,9 @@ def test_cascade_reaches_target_density(target_density):
     )
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     predictor, shared_state = make_predictor(config), {}
-    ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
+    key_ranges = KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
     layer_densities = [
-        predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)).density()
+        predictor(q, k, LayerContext(key_ranges, 0.25, layer, shared_state)).density()
         for layer, (q, k) in enumerate(layers)
     ]
     assert sum(layer_densities) / 3 == pytest.approx(target_density, abs=0.02)

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from selecting import random_peaked_qk
-from tiny import SPARSE_CONFIG, tiny_model
-from tiny_types import tiny_model as make_model_of_type
+from selecting import draw_peaked_qk
+from tiny import SPARSE_CONFIG, make_tiny_model
+from tiny_types import make_tiny_model as make_model_of_type
 from transformers import GPT2Config, GPT2LMHeadModel
 from words import make_tokenizer
 
@@ -35,9 +35,9 @@ CALIBRATION_CONFIG = CabConfig(**SMALL_BLOCKS_FIELDS, share_threshold=1.0)
 MASS_CONFIG = SPARSE_CONFIG.changed(share_threshold=1.0, dense_tail_blocks=1)
 
 
-def measure_layer(config, length=400):
+def measure_layer_densities(config, length=400):
     """Return (q, k, `LayerContext`, density at each threshold) of one layer."""
-    q, k = random_peaked_qk(q_length=length, heads=4, kv_heads=2)
+    q, k = draw_peaked_qk(q_length=length, heads=4, kv_heads=2)
     layer_context = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
     return q, k, layer_context, measure_densities(q, k, layer_context, config)
 
@@ -49,7 +49,7 @@ def measure_layer(config, length=400):
 )
 def test_densities_equal_plan_densities(config_fields):
     config = MASS_CONFIG.changed(**config_fields)
-    q, k, layer_context, actual = measure_layer(config)
+    q, k, layer_context, actual = measure_layer_densities(config)
     for threshold_index in range(0, len(THRESHOLDS), 5):
         plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[threshold_index]))(
             q, k, layer_context
@@ -61,14 +61,14 @@ def test_densities_equal_plan_densities(config_fields):
 
 
 def test_first_density_equals_density_of_forced_blocks():
-    assert float(measure_layer(MASS_CONFIG)[3][0]) == pytest.approx(
+    assert float(measure_layer_densities(MASS_CONFIG)[3][0]) == pytest.approx(
         compute_min_density(MASS_CONFIG, 400)
     )
 
 
 @pytest.mark.parametrize("target_density", [0.55, 0.6, 0.8])
 def test_fitted_threshold_reaches_target(target_density):
-    q, k, layer_context, layer_densities = measure_layer(MASS_CONFIG)
+    q, k, layer_context, layer_densities = measure_layer_densities(MASS_CONFIG)
     config = fit_threshold(MASS_CONFIG, [{0: layer_densities}], target_density)
     assert make_predictor(config)(q, k, layer_context).density() == pytest.approx(
         target_density, abs=0.03
@@ -100,7 +100,7 @@ def test_unreachable_target_selects_nearest_density(
 
 
 def test_cascade_layers_count_the_density_of_their_anchor():
-    layer_densities = measure_layer(MASS_CONFIG)[3]
+    layer_densities = measure_layer_densities(MASS_CONFIG)[3]
     config = MASS_CONFIG.changed(predictor="cascade", anchors=(0,))
     densities_of_layers = {0: layer_densities, 1: torch.ones_like(layer_densities)}
     assert fit_threshold(config, [densities_of_layers], 0.6) == fit_threshold(
@@ -109,7 +109,12 @@ def test_cascade_layers_count_the_density_of_their_anchor():
 
 
 def test_target_density_1_selects_threshold_0():
-    assert fit_threshold(MASS_CONFIG, [{0: measure_layer(MASS_CONFIG)[3]}], 1.0).mass_threshold == 0
+    assert (
+        fit_threshold(
+            MASS_CONFIG, [{0: measure_layer_densities(MASS_CONFIG)[3]}], 1.0
+        ).mass_threshold
+        == 0
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +132,7 @@ INPUT_IDS = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_se
 
 def make_model(family="llama", **model_fields):
     """Return a tiny model whose vocabulary has the size of `TOKENIZER`."""
-    return tiny_model(family, **{"vocab_size": len(TOKENIZER)} | model_fields)
+    return make_tiny_model(family, **{"vocab_size": len(TOKENIZER)} | model_fields)
 
 
 def calibrate_model(model, texts="So it goes.", target_density=0.7, **changed_arguments):

@@ -7,8 +7,14 @@ import torch
 from attention_cases import make_block_layout
 from call_cases import compute_gradients
 from marks import mark_slow_except
-from selecting import random_peaked_qk
-from tiny import FULL_BUDGET_CONFIG, SMALL_BLOCKS_CONFIG, SPARSE_CONFIG, tiny_model, tokens
+from selecting import draw_peaked_qk
+from tiny import (
+    FULL_BUDGET_CONFIG,
+    SMALL_BLOCKS_CONFIG,
+    SPARSE_CONFIG,
+    draw_token_ids,
+    make_tiny_model,
+)
 from torch import nn
 from valid_plan import assert_valid_plan
 
@@ -22,13 +28,13 @@ CASCADE_CONFIG_WITHOUT_OUTLIERS = replace(CASCADE_CONFIG, outlier_queries=0)
 NUM_TOKENS = 205
 
 
-def select_plans_of_layers(config, num_layers=4, length=NUM_TOKENS, ranges=None, **shape):
+def select_plans_of_layers(config, num_layers=4, length=NUM_TOKENS, key_ranges=None, **shape):
     """Return the plans of layers that share state; each layer has its own q and k."""
     predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(num_layers):
-        q, k = random_peaked_qk(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
-        ranges = ranges or KeyRanges.causal(q.shape[0], length, length, "cpu")
-        plans.append(predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)))
+        q, k = draw_peaked_qk(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
+        key_ranges = key_ranges or KeyRanges.causal(q.shape[0], length, length, "cpu")
+        plans.append(predictor(q, k, LayerContext(key_ranges, 0.25, layer, shared_state)))
         assert_valid_plan(plans[-1])
     return plans
 
@@ -72,11 +78,11 @@ def test_heads_follow_head_map():
 
 def test_reused_plan_does_not_read_q_and_k():
     shared_state, predictor = {}, make_predictor(CASCADE_CONFIG)
-    q, k = random_peaked_qk(q_length=64)
-    ranges = KeyRanges.causal(1, 64, 64, "cpu")
-    anchor_plan = predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
+    q, k = draw_peaked_qk(q_length=64)
+    key_ranges = KeyRanges.causal(1, 64, 64, "cpu")
+    anchor_plan = predictor(q, k, LayerContext(key_ranges, 0.25, 0, shared_state))
     q, k = (torch.full_like(x, torch.nan) for x in (q, k))
-    reused_plan = predictor(q, k, LayerContext(ranges, 0.25, 1, shared_state))
+    reused_plan = predictor(q, k, LayerContext(key_ranges, 0.25, 1, shared_state))
     assert torch.equal(anchor_plan.to_dense(), reused_plan.to_dense())
 
 
@@ -86,7 +92,7 @@ def test_reused_plan_does_not_read_q_and_k():
 def test_later_tokens_do_not_change_earlier_rows(config):
     predictor = make_predictor(replace(config, anchors=(0,), dense_tail_blocks=0))
     layer_context = LayerContext(KeyRanges.causal(1, 150, 150, "cpu"), 0.25, 0)
-    q, k = random_peaked_qk(q_length=150)
+    q, k = draw_peaked_qk(q_length=150)
     expected = predictor(q, k, layer_context).to_dense()
     q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
     actual = predictor(q, k, layer_context).to_dense()
@@ -96,7 +102,7 @@ def test_later_tokens_do_not_change_earlier_rows(config):
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_padded_rows_and_documents_select_as_single_sequences(layout):
-    q, k = random_peaked_qk(q_length=111, batch=2, heads=2, kv_heads=1)
+    q, k = draw_peaked_qk(q_length=111, batch=2, heads=2, kv_heads=1)
     block_layout = make_block_layout(
         layout, batch=2, length=111, kv_length=111, align=32, device="cpu"
     )
@@ -153,28 +159,28 @@ def test_invalid_cascade_fields_raise(config_fields, error_pattern):
     ],
 )
 def test_cascade_fields_that_do_not_fit_the_model_raise(config_fields, error_pattern):
-    model = tiny_model()
+    model = make_tiny_model()
     with pytest.raises(ValueError, match=error_pattern):
         cab_hf.apply_cab(model, replace(CASCADE_CONFIG, **config_fields))
-        model(tokens(1, 80))
+        model(draw_token_ids(1, 80))
 
 
 def test_layer_without_anchor_plan_raises():
-    q, k = random_peaked_qk(q_length=64)
-    ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE_CONFIG)
+    q, k = draw_peaked_qk(q_length=64)
+    key_ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE_CONFIG)
     with pytest.raises(
         ValueError, match="Layer 1 needs the plan of anchor layer 0, which did not run"
     ):
-        predictor(q, k, LayerContext(ranges, 0.25, 1))
+        predictor(q, k, LayerContext(key_ranges, 0.25, 1))
     with pytest.raises(ValueError, match="predictor must not be 'cascade' .* no index"):
-        predictor(q, k, LayerContext(ranges, 0.25))
+        predictor(q, k, LayerContext(key_ranges, 0.25))
     shared_state = {}
-    predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
+    predictor(q, k, LayerContext(key_ranges, 0.25, 0, shared_state))
     # anchor layer 2 was not called in this forward pass
     with pytest.raises(ValueError, match="Layer 3 needs the plan of anchor layer 2"):
-        predictor(q, k, LayerContext(ranges, 0.25, 3, shared_state))
+        predictor(q, k, LayerContext(key_ranges, 0.25, 3, shared_state))
     with pytest.raises(ValueError, match="layer 1 has 3 query heads and 2 KV heads, its anchor"):
-        predictor(q[:, :3], k, LayerContext(ranges, 0.25, 1, shared_state))
+        predictor(q[:, :3], k, LayerContext(key_ranges, 0.25, 1, shared_state))
 
 
 def compute_logits(model, config, ids, **model_arguments):
@@ -185,7 +191,7 @@ def compute_logits(model, config, ids, **model_arguments):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])
 def test_full_budget_cascade_equals_dense_attention(family):
-    model, ids = tiny_model(family), tokens(2, 150)
+    model, ids = make_tiny_model(family), draw_token_ids(2, 150)
     anchors = (0, 2) if family != "qwen3-some-sliding" else (0,)
     config = replace(FULL_BUDGET_CONFIG, predictor="cascade", anchors=anchors)
     with torch.no_grad():
@@ -194,7 +200,7 @@ def test_full_budget_cascade_equals_dense_attention(family):
 
 
 def test_dense_layer_before_anchor_has_no_plan():
-    model, ids = tiny_model(), tokens(1, 200)
+    model, ids = make_tiny_model(), draw_token_ids(1, 200)
     config = replace(CASCADE_CONFIG, anchors=(1,), dense_layers=(0,), mass_threshold=0.3)
     with cab_hf.cab(model, config), torch.no_grad():
         model(ids)
@@ -208,7 +214,7 @@ def test_dense_layer_before_anchor_has_no_plan():
 )
 def test_anchors_select_again_for_every_chunk(config):
     """Anchors select blocks for the queries of each chunk, not once per sequence."""
-    model, ids = tiny_model(), tokens(1, 256)
+    model, ids = make_tiny_model(), draw_token_ids(1, 256)
     config = replace(config, anchors=(0,), dense_tail_blocks=0)
     with cab_hf.cab(model, config), torch.no_grad():
         expected = model(ids, use_cache=False).logits
@@ -221,7 +227,7 @@ def test_anchors_select_again_for_every_chunk(config):
     "config", [CASCADE_CONFIG, CASCADE_CONFIG_WITHOUT_OUTLIERS], ids=["rows", "typical"]
 )
 def test_checkpointed_gradients_are_equal(config):
-    ids, model = tokens(1, 200), cab_hf.apply_cab(tiny_model().train(), config)
+    ids, model = draw_token_ids(1, 200), cab_hf.apply_cab(make_tiny_model().train(), config)
     expected = compute_gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
@@ -229,7 +235,7 @@ def test_checkpointed_gradients_are_equal(config):
 
 
 def test_reentrant_checkpointing_with_several_anchors_raises():
-    model, ids = tiny_model().train(), tokens(1, 200)
+    model, ids = make_tiny_model().train(), draw_token_ids(1, 200)
     cab_hf.apply_cab(model, replace(CASCADE_CONFIG, anchors=(0, 2)))
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -239,7 +245,7 @@ def test_reentrant_checkpointing_with_several_anchors_raises():
 
 
 def test_checkpointing_a_layer_called_several_times_raises():
-    model, ids = tiny_model().train(), tokens(1, 200)
+    model, ids = make_tiny_model().train(), draw_token_ids(1, 200)
     first_layer, second_layer = model.model.layers[:2]
     model.model.layers = nn.ModuleList([first_layer, second_layer, first_layer, second_layer])
     model.config.num_hidden_layers = 4
@@ -255,7 +261,7 @@ def test_checkpointing_a_layer_called_several_times_raises():
     "config_fields", mark_slow_except([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
 )
 def test_cascade_compiles_without_graph_break(config_fields):
-    model, ids = tiny_model(), tokens(1, 150)
+    model, ids = make_tiny_model(), draw_token_ids(1, 150)
     config = replace(CASCADE_CONFIG, anchors=(0,), engine="reference", **config_fields)
     expected = compute_logits(model, config, ids, use_cache=False)
     torch._dynamo.reset()
@@ -266,7 +272,7 @@ def test_cascade_compiles_without_graph_break(config_fields):
 
 
 def test_all_layers_as_anchors_give_logits_of_rows_predictor():
-    model, ids = tiny_model(), tokens(2, 300)
+    model, ids = make_tiny_model(), draw_token_ids(2, 300)
     config = replace(CASCADE_CONFIG, anchors=(0, 1, 2))
     assert torch.equal(
         compute_logits(model, config, ids), compute_logits(model, SPARSE_CONFIG, ids)

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from marks import mark_slow_except
-from selecting import arrange_in_layout, plan_by_kernels, plan_by_reference, random_peaked_qk
-from tiny import qkv
+from selecting import arrange_in_layout, draw_peaked_qk, plan_by_kernels, plan_by_reference
+from tiny import draw_qkv
 
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
@@ -39,12 +39,14 @@ def make_tokens_with_logits(logits):
 
 
 def test_largest_norm_tokens_equal_hand_computed_tokens():
-    x = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
+    token_vectors = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
     is_valid = torch.tensor([[True, True, True, True, False]])
     # of equal norms, the first token is selected; in a block without valid tokens, any token
-    assert frc.find_largest_norm_tokens(x, is_valid, 2).tolist() == [[[[0, -3], [2, 0], [0.5, 0]]]]
+    assert frc.find_largest_norm_tokens(token_vectors, is_valid, 2).tolist() == [
+        [[[0, -3], [2, 0], [0.5, 0]]]
+    ]
     is_valid[0, 1] = False
-    assert frc.find_largest_norm_tokens(x, is_valid, 2)[0, 0, 0].tolist() == [1, 1]
+    assert frc.find_largest_norm_tokens(token_vectors, is_valid, 2)[0, 0, 0].tolist() == [1, 1]
 
 
 def test_affinity_is_rectified_visible_logits():
@@ -146,14 +148,14 @@ def test_forman_selects_lowest_curvature(curvature, selected_blocks):
 
 
 def test_ties_select_lower_index_after_forced_blocks():
-    score = torch.tensor([[1.0, 2, 2, 2, math.inf, 0]])[None, None]
+    block_scores = torch.tensor([[1.0, 2, 2, 2, math.inf, 0]])[None, None]
     is_visible = torch.ones(6, dtype=torch.bool)
     is_visible[4] = False
     is_forced = torch.tensor([False] * 5 + [True])
 
     def select_blocks(num_selected):
         is_selected = reference.select_best_blocks(
-            score, is_visible, is_forced, torch.tensor([[[num_selected]]])
+            block_scores, is_visible, is_forced, torch.tensor([[[num_selected]]])
         )
         return is_selected.flatten().nonzero().flatten().tolist()
 
@@ -168,12 +170,12 @@ def test_ties_select_lower_index_after_forced_blocks():
 
 def test_row_bounds_and_num_listed_equal_hand_computed_values():
     # queries are the last 48 of 112 tokens
-    ranges = KeyRanges.causal(1, 48, 112, "cpu")
-    block_bounds = reference.compute_block_bounds(ranges, 32, 16, 1, 3)[:, 0]
+    key_ranges = KeyRanges.causal(1, 48, 112, "cpu")
+    block_bounds = reference.compute_block_bounds(key_ranges, 32, 16, 1, 3)[:, 0]
     assert block_bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
     assert block_bounds[4:].tolist() == [[0, 0], [3, 5]]
     num_listed = frc.count_listed_blocks(
-        reference.compute_block_bounds(ranges, 32, 16, 1, 3),
+        reference.compute_block_bounds(key_ranges, 32, 16, 1, 3),
         tail_mask=None,
         is_tail_listed=False,
         sparsity=(0.5,),
@@ -185,7 +187,7 @@ def test_row_bounds_and_num_listed_equal_hand_computed_values():
     tail_mask = torch.tensor([[False, True]])
     for is_tail_listed, num_listed_in_tail in ((True, 7), (False, 0)):
         num_listed_by_head = frc.count_listed_blocks(
-            reference.compute_block_bounds(ranges, 32, 16, 0, 1),
+            reference.compute_block_bounds(key_ranges, 32, 16, 0, 1),
             tail_mask=tail_mask,
             is_tail_listed=is_tail_listed,
             sparsity=(0.5, 0.0),
@@ -197,19 +199,20 @@ def test_row_bounds_and_num_listed_equal_hand_computed_values():
 
 @pytest.mark.parametrize("curvature", ["additive", "forman"])
 def test_curvature_changes_selection_unless_redundancy_is_0(curvature):
-    q, k, _ = qkv(q_length=500)
+    q, k, _ = draw_qkv(q_length=500)
     config = CabConfig.published(0.7, curvature, **SMALL_BLOCKS_FIELDS, redundancy=1.0)
-    selected_by_affinity = plan_by_reference(
+    blocks_selected_by_affinity = plan_by_reference(
         config.changed(curvature="none", redundancy=0.3), q, k
     ).to_dense()
-    assert not torch.equal(plan_by_reference(config, q, k).to_dense(), selected_by_affinity)
+    assert not torch.equal(plan_by_reference(config, q, k).to_dense(), blocks_selected_by_affinity)
     assert torch.equal(
-        plan_by_reference(config.changed(redundancy=0.0), q, k).to_dense(), selected_by_affinity
+        plan_by_reference(config.changed(redundancy=0.0), q, k).to_dense(),
+        blocks_selected_by_affinity,
     )
 
 
 def test_rows_select_the_share_of_their_head():
-    q, k, _ = qkv(q_length=640)
+    q, k, _ = draw_qkv(q_length=640)
     sparsities = (0.0, 0.2, 0.5, 0.75, 0.9, 0.95)
     plan = plan_by_reference(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
     num_selected = plan.to_dense().sum(-1)[0]
@@ -222,7 +225,7 @@ def test_rows_select_the_share_of_their_head():
 
 
 def test_later_tokens_change_no_earlier_row():
-    q, k, _ = qkv(q_length=320)
+    q, k, _ = draw_qkv(q_length=320)
     config = CabConfig.published(0.6, **SMALL_BLOCKS_FIELDS)
     expected = plan_by_reference(config, q, k).to_dense()
     q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
@@ -231,7 +234,7 @@ def test_later_tokens_change_no_earlier_row():
 
 
 def test_autocast_does_not_change_selection():
-    q, k, _ = qkv(q_length=400)
+    q, k, _ = draw_qkv(q_length=400)
     expected = plan_by_reference(CabConfig.published(0.7, **SMALL_BLOCKS_FIELDS), q, k).to_dense()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(
@@ -242,7 +245,7 @@ def test_autocast_does_not_change_selection():
 
 @pytest.mark.parametrize("tensor_name", ["q", "k"])
 def test_check_finite_error_names_the_tensor(tensor_name):
-    tensor_by_name = dict(zip("qk", qkv(q_length=64), strict=False))
+    tensor_by_name = dict(zip("qk", draw_qkv(q_length=64), strict=False))
     tensor_by_name[tensor_name][0, 0, 5, 3] = math.nan
     with pytest.raises(ValueError, match=f"^{tensor_name} must be finite, got infinite or NaN"):
         plan_by_reference(
@@ -283,23 +286,25 @@ CONFIGS = [
 @pytest.mark.parametrize("length", [5, 63, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_select_largest_tokens_of_reference(length, dtype):
-    x = qkv(q_length=length, heads=4, dim=24, batch=2, dtype=dtype)[0]
+    token_vectors = draw_qkv(q_length=length, heads=4, dim=24, batch=2, dtype=dtype)[0]
     is_valid = torch.ones(2, length, dtype=torch.bool)
     is_valid[1, 3:40] = False
     # tokens 3 to 39 of row 1 are padding, so that some blocks contain padding only
     for block_size in (16, 48):
-        actual = kernels.largest_norm_tokens(x, is_valid, block_size)
-        assert torch.equal(actual, frc.find_largest_norm_tokens(x, is_valid, block_size))
+        actual = kernels.find_largest_norm_tokens(token_vectors, is_valid, block_size)
+        assert torch.equal(
+            actual, frc.find_largest_norm_tokens(token_vectors, is_valid, block_size)
+        )
 
 
 def test_blocks_with_nonfinite_key_are_marked():
-    x = qkv(q_length=100, heads=2, dim=24, batch=2)[0]
+    key_vectors = draw_qkv(q_length=100, heads=2, dim=24, batch=2)[0]
     is_valid = torch.ones(2, 100, dtype=torch.bool)
     is_valid[1, 40] = False
-    x[:, 0, 40] = torch.nan
-    x[:, 1, 70, 3] = torch.inf
-    for find_tokens in (kernels.largest_norm_tokens, frc.find_largest_norm_tokens):
-        is_marked = find_tokens(x, is_valid, 16, True).isnan().all(-1)
+    key_vectors[:, 0, 40] = torch.nan
+    key_vectors[:, 1, 70, 3] = torch.inf
+    for find_tokens in (kernels.find_largest_norm_tokens, frc.find_largest_norm_tokens):
+        is_marked = find_tokens(key_vectors, is_valid, 16, True).isnan().all(-1)
         # one NaN of row 1 is padding, and is not marked
         assert is_marked.nonzero().tolist() == [[0, 0, 2], [0, 1, 4], [1, 1, 4]]
 
@@ -314,21 +319,21 @@ def test_blocks_with_nonfinite_key_are_marked():
         pytest.param(lambda q, k: (torch.zeros_like(q), k), id="nothing-at-all"),
     ],
 )
-def test_kernels_select_blocks_of_reference(config, change_qk, uninitialised_is_nan):
-    q, k = change_qk(*random_peaked_qk(**QK_SHAPE))
-    ranges = KeyRanges.causal(1, 136, 136, "cpu")
-    actual = plan_by_kernels(config, q, k, ranges)
-    expected = plan_by_reference(config, q, k, ranges)
+def test_kernels_select_blocks_of_reference(config, change_qk, fill_uninitialised_with_nan):
+    q, k = change_qk(*draw_peaked_qk(**QK_SHAPE))
+    key_ranges = KeyRanges.causal(1, 136, 136, "cpu")
+    actual = plan_by_kernels(config, q, k, key_ranges)
+    expected = plan_by_reference(config, q, k, key_ranges)
     assert torch.equal(actual.full.counts, expected.full.counts)
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("shape", [{"q_length": 7}, {"kv_length": 250}, {"batch": 2, "dim": 24}])
 def test_kernels_select_blocks_of_reference_for_every_shape(shape):
-    q, k = random_peaked_qk(**QK_SHAPE | shape)
-    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
+    q, k = draw_peaked_qk(**QK_SHAPE | shape)
+    key_ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     actual, expected = (
-        make_plan(CONFIGS[0].values[0], q, k, ranges)
+        make_plan(CONFIGS[0].values[0], q, k, key_ranges)
         for make_plan in (plan_by_kernels, plan_by_reference)
     )
     assert torch.equal(actual.to_dense(), expected.to_dense())
@@ -337,54 +342,54 @@ def test_kernels_select_blocks_of_reference_for_every_shape(shape):
 @pytest.mark.parametrize("layout", mark_slow_except(["in-place", "padded", "packed", "chunk"], 0))
 def test_kernels_select_blocks_of_reference_in_every_layout(layout):
     config = CabConfig.published(0.5, **SMALL_BLOCKS_FIELDS, dense_tail_blocks=1)
-    length_fields = {"kv_length": 200} if layout == "chunk" else {}
-    q, k = random_peaked_qk(**QK_SHAPE, batch=2, **length_fields)
-    q, k, ranges = arrange_in_layout(layout, q, k, 16)
+    kv_length_option = {"kv_length": 200} if layout == "chunk" else {}
+    q, k = draw_peaked_qk(**QK_SHAPE, batch=2, **kv_length_option)
+    q, k, key_ranges = arrange_in_layout(layout, q, k, 16)
     actual, expected = (
-        make_plan(config, q, k, ranges) for make_plan in (plan_by_kernels, plan_by_reference)
+        make_plan(config, q, k, key_ranges) for make_plan in (plan_by_kernels, plan_by_reference)
     )
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 def test_selection_head_by_head_equals_all_heads(monkeypatch):
-    q, k = random_peaked_qk(q_length=90, heads=4, kv_heads=2, batch=2)
-    ranges, config = (
+    q, k = draw_peaked_qk(q_length=90, heads=4, kv_heads=2, batch=2)
+    key_ranges, config = (
         KeyRanges.causal(2, 90, 90, "cpu"),
         CabConfig.published(0.7, **SMALL_BLOCKS_FIELDS),
     )
-    expected = plan_by_reference(config, q, k, ranges).to_dense()
+    expected = plan_by_reference(config, q, k, key_ranges).to_dense()
     monkeypatch.setattr(frc, "MAX_SCORE_BYTES", 1)
-    assert torch.equal(plan_by_reference(config, q, k, ranges).to_dense(), expected)
-    assert torch.equal(plan_by_kernels(config, q, k, ranges).to_dense(), expected)
+    assert torch.equal(plan_by_reference(config, q, k, key_ranges).to_dense(), expected)
+    assert torch.equal(plan_by_kernels(config, q, k, key_ranges).to_dense(), expected)
 
 
 def test_nan_query_gives_a_valid_plan():
-    q, k = random_peaked_qk(**QK_SHAPE)
+    q, k = draw_peaked_qk(**QK_SHAPE)
     q[0, 0, 40] = math.nan
     # `plan_by_kernels` asserts that the plan is valid
     plan_by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
 
 
 def test_list_width_follows_sparsity():
-    q, k = random_peaked_qk(**QK_SHAPE)
+    q, k = draw_peaked_qk(**QK_SHAPE)
     for make_plan in (plan_by_reference, plan_by_kernels):
         plan = make_plan(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
         assert (plan.full.width, plan.partial.width) == (4, 2)
 
 
 def test_registered_ops_pass_opcheck():
-    q, k, _ = qkv(q_length=64)
-    ranges = KeyRanges.causal(1, 64, 64, "cpu")
+    q, k, _ = draw_qkv(q_length=64)
+    key_ranges = KeyRanges.causal(1, 64, 64, "cpu")
     check_options = {"test_utils": ("test_schema", "test_faketensor")}
     frc_tokens_op = torch.ops.cab_hf.frc_tokens.default
-    torch.library.opcheck(frc_tokens_op, (q, ranges.end >= 0, 16, True), **check_options)
-    block_bounds = reference.compute_block_bounds(ranges, 16, 16, 0, 1)
+    torch.library.opcheck(frc_tokens_op, (q, key_ranges.end >= 0, 16, True), **check_options)
+    block_bounds = reference.compute_block_bounds(key_ranges, 16, 16, 0, 1)
     num_listed = frc.count_listed_blocks(
         block_bounds, tail_mask=None, is_tail_listed=False, sparsity=(0.5,), max_density=1.0
     )
     num_listed = num_listed.expand(-1, 6, -1).contiguous()
-    block_positions = ranges.rows(16).block_positions(16)
-    vectors = (frc.find_largest_norm_tokens(x, ranges.end >= 0, 16) for x in (q, k))
+    block_positions = key_ranges.rows(16).block_positions(16)
+    vectors = (frc.find_largest_norm_tokens(x, key_ranges.end >= 0, 16) for x in (q, k))
     op_arguments = (
         *vectors,
         block_bounds,

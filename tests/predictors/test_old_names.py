@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from selecting import random_peaked_qk
+from selecting import draw_peaked_qk
 
 from cab_hf import CabConfig, plan
 from cab_hf.plan import BlockPlan, KeyRanges
@@ -56,7 +56,7 @@ def test_subclass_with_old_method_names_works_with_one_warning():
 
     assert len(warnings_record) == 1 and warnings_record[0].filename == __file__
     predictor = ExamplePredictor(CONFIG)
-    q, k = random_peaked_qk(q_length=64)
+    q, k = draw_peaked_qk(q_length=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         actual = predictor(q, k, LAYER_CONTEXT)

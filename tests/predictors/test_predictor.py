@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from selecting import plan_by_reference
-from tiny import qkv
+from tiny import draw_qkv
 
 from cab_hf import CabConfig
 from cab_hf.call.layout import BlockLayout
@@ -32,9 +32,9 @@ def change_config(config, **fields):
 
 
 def test_block_positions_follow_slot_of_first_query():
-    ranges = KeyRanges.causal(2, 40, 72, "cpu")
-    assert ranges.rows(16).block_positions(16).tolist() == [[2, 3, 4]] * 2
-    padded_ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
+    key_ranges = KeyRanges.causal(2, 40, 72, "cpu")
+    assert key_ranges.rows(16).block_positions(16).tolist() == [[2, 3, 4]] * 2
+    padded_ranges = replace(key_ranges, end=key_ranges.end.masked_fill(torch.arange(40) >= 32, -1))
     assert padded_ranges.rows(16).block_positions(16).tolist() == [[2, 3, 0]] * 2
 
 
@@ -48,11 +48,11 @@ def test_share_rounds_up_without_floating_point_error():
 
 
 def test_forced_blocks_are_sink_local_and_own_blocks():
-    ranges = KeyRanges.causal(1, 128, 128, "cpu")
+    key_ranges = KeyRanges.causal(1, 128, 128, "cpu")
     config = CabConfig(
         query_block=32, key_block=16, sink_blocks=1, local_blocks=3, dense_tail_blocks=0
     )
-    is_forced = reference.forced_blocks(block_visibility(ranges, 32, 16), ranges, config)
+    is_forced = reference.forced_blocks(block_visibility(key_ranges, 32, 16), key_ranges, config)
     assert [row.nonzero().flatten().tolist() for row in is_forced[0]] == [
         [0, 1],
         [0, 1, 2, 3],
@@ -74,13 +74,14 @@ def test_forced_blocks_are_sink_local_and_own_blocks():
     ],
 )
 def test_dense_tail_rows_are_forced(length, num_tail_blocks, tail_rows):
-    ranges = KeyRanges.causal(2, length, length + 64, "cpu")
+    key_ranges = KeyRanges.causal(2, length, length + 64, "cpu")
     config = CabConfig(query_block=32, key_block=16, dense_tail_blocks=num_tail_blocks)
-    is_visible = block_visibility(ranges, 32, 16)
-    is_forced = reference.forced_blocks(is_visible, ranges, config)
+    is_visible = block_visibility(key_ranges, 32, 16)
+    is_forced = reference.forced_blocks(is_visible, key_ranges, config)
     is_fully_forced = (is_forced == is_visible).all(-1)
     assert torch.equal(
-        ranges.tail(num_tail_blocks * 32, 32)[0].nonzero().flatten(), torch.tensor(tail_rows).long()
+        key_ranges.tail(num_tail_blocks * 32, 32)[0].nonzero().flatten(),
+        torch.tensor(tail_rows).long(),
     )
     rows_outside_tail = [row for row in range(is_fully_forced.shape[1]) if row not in tail_rows]
     assert is_fully_forced[0, tail_rows].all() and not is_fully_forced[0, rows_outside_tail].any()
@@ -118,7 +119,7 @@ def test_every_document_has_a_dense_tail():
     "predictor_name", ["antidiagonal", "oracle", "random", "rows", "streaming"]
 )
 def test_every_predictor_applies_dense_tail(predictor_name):
-    q, k, _ = qkv(q_length=300)
+    q, k, _ = draw_qkv(q_length=300)
     mass_fields = (
         {"mass_threshold": 0.2, "share_threshold": 1.0} if predictor_name == "rows" else {}
     )
@@ -135,7 +136,7 @@ def test_every_predictor_applies_dense_tail(predictor_name):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
 @pytest.mark.parametrize("head_counts", [(1, 1), (9, 3), (4, 4)], ids=str)
 def test_any_length_and_group_gives_a_valid_plan(config, length, head_counts):
-    q, k, _ = qkv(batch=2, heads=head_counts[0], kv_heads=head_counts[1], q_length=length)
+    q, k, _ = draw_qkv(batch=2, heads=head_counts[0], kv_heads=head_counts[1], q_length=length)
     plan = plan_by_reference(config, q, k)
     token_indices = torch.arange(length)
     assert plan.token_mask()[:, :, token_indices, token_indices].all(), "a query must see itself"
@@ -143,7 +144,7 @@ def test_any_length_and_group_gives_a_valid_plan(config, length, head_counts):
 
 @parametrize_configs
 def test_full_budget_selects_every_block(config):
-    q, k, _ = qkv(q_length=205)
+    q, k, _ = draw_qkv(q_length=205)
     full_budget_config = change_config(
         config, **({"sparsity": 0} if config.predictor == "frc" else {"mass_threshold": 0})
     )
@@ -153,10 +154,10 @@ def test_full_budget_selects_every_block(config):
 @parametrize_configs
 @pytest.mark.parametrize("max_density", [0.2, 0.5])
 def test_max_density_caps_every_row(config, max_density):
-    q, k, _ = qkv(q_length=900)
-    ranges = KeyRanges.causal(1, 900, 900, "cpu")
-    is_visible = block_visibility(ranges, config.query_block, config.key_block)
-    num_forced = reference.forced_blocks(is_visible, ranges, config).sum(-1)
+    q, k, _ = draw_qkv(q_length=900)
+    key_ranges = KeyRanges.causal(1, 900, 900, "cpu")
+    is_visible = block_visibility(key_ranges, config.query_block, config.key_block)
+    num_forced = reference.forced_blocks(is_visible, key_ranges, config).sum(-1)
     max_selected = torch.maximum(
         num_forced, reference.share_of_row(is_visible, max_density).squeeze(-1)
     )
@@ -168,14 +169,14 @@ def test_max_density_caps_every_row(config, max_density):
 
 @parametrize_configs
 def test_plans_are_deterministic(config):
-    q, k, _ = qkv(q_length=300)
+    q, k, _ = draw_qkv(q_length=300)
     assert torch.equal(
         plan_by_reference(config, q, k).to_dense(), plan_by_reference(config, q, k).to_dense()
     )
 
 
 def test_plans_have_no_gradient():
-    q, k, _ = qkv(q_length=100)
+    q, k, _ = draw_qkv(q_length=100)
     plan = plan_by_reference(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import qkv
+from tiny import draw_qkv
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -43,15 +43,17 @@ def make_coarse_tokens(logits):
 
 def select_blocks(curvature, sparsity, **settings):
     """Return a list of selected key blocks for each row of ``curvature`` [M, M]."""
-    mask = generate_block_mask_from_frc(torch.tensor(curvature)[None, None], sparsity, **settings)
-    return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
+    block_mask = generate_block_mask_from_frc(
+        torch.tensor(curvature)[None, None], sparsity, **settings
+    )
+    return [row.nonzero().flatten().tolist() for row in block_mask[0, 0]]
 
 
 def make_published_plan(q, k, *, sparsity, formula="forman", **settings):
     """Return the plan of `CabConfig.published` with blocks of 32 x 32 tokens."""
     config = CabConfig.published(sparsity, formula, query_block=32, key_block=32, **settings)
-    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    return FrcPredictor(config)(q, k, LayerContext(ranges, q.shape[-1] ** -0.5))
+    key_ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    return FrcPredictor(config)(q, k, LayerContext(key_ranges, q.shape[-1] ** -0.5))
 
 
 def test_coarse_token_is_largest_token_of_its_block():
@@ -63,7 +65,7 @@ def test_coarse_token_is_largest_token_of_its_block():
 
 
 def test_coarse_tokens_are_float32():
-    q, k, _ = qkv(q_length=100, dtype=torch.bfloat16)
+    q, k, _ = draw_qkv(q_length=100, dtype=torch.bfloat16)
     assert {x.dtype for x in coarsen_qk_max_l2(q, k)} == {torch.float32}
 
 
@@ -133,7 +135,7 @@ def test_ties_select_lower_index(keep):
 @pytest.mark.parametrize("length", [1, 31, 32, 63, 65, 205, 640, 1024], ids=str)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.7, 0.95], ids=str)
 def test_predictor_class_equals_plan_of_published_config(formula, length, sparsity):
-    q, k, _ = qkv(batch=2, q_length=length)
+    q, k, _ = draw_qkv(batch=2, q_length=length)
     block_mask = CoarseCurvaturePredictor(32, sparsity, formula=formula)(q, k)
     assert torch.equal(
         block_mask, make_published_plan(q, k, sparsity=sparsity, formula=formula).to_dense()
@@ -142,7 +144,7 @@ def test_predictor_class_equals_plan_of_published_config(formula, length, sparsi
 
 @pytest.mark.parametrize("redundancy", [0.1, 1.0])
 def test_redundancy_equals_config_field(redundancy):
-    q, k, _ = qkv(q_length=640)
+    q, k, _ = draw_qkv(q_length=640)
     block_mask = CoarseCurvaturePredictor(32, 0.7, formula="additive", redundancy=redundancy)(q, k)
     plan = make_published_plan(q, k, sparsity=0.7, formula="additive", redundancy=redundancy)
     assert torch.equal(block_mask, plan.to_dense())
@@ -150,7 +152,7 @@ def test_redundancy_equals_config_field(redundancy):
 
 @parametrize_formula
 def test_selection_follows_from_returned_diagnostics(formula):
-    q, k, _ = qkv(q_length=500)
+    q, k, _ = draw_qkv(q_length=500)
     predictor = CoarseCurvaturePredictor(32, 0.7, formula=formula)
     block_mask, diagnostics = predictor(q, k, return_diagnostics=True)
     assert isinstance(diagnostics, BlockFrc)
@@ -161,7 +163,7 @@ def test_selection_follows_from_returned_diagnostics(formula):
 
 @parametrize_formula
 def test_later_blocks_change_no_earlier_row(formula):
-    q, k, _ = qkv(q_length=320)
+    q, k, _ = draw_qkv(q_length=320)
     predictors = [
         CoarseCurvaturePredictor(32, 0.7, formula=formula),
         AdaptiveCurvaturePredictor(32, formula=formula),
@@ -176,7 +178,7 @@ def test_later_blocks_change_no_earlier_row(formula):
 
 @parametrize_formula
 def test_bidirectional_rows_keep_share_of_all_blocks(formula):
-    q, k, _ = qkv(q_length=320)
+    q, k, _ = draw_qkv(q_length=320)
     block_mask = CoarseCurvaturePredictor(32, 0.75, formula=formula, causal=False)(q, k)
     assert (block_mask.sum(-1) == 3).all()
     assert block_mask.diagonal(dim1=2, dim2=3).all()
@@ -185,7 +187,7 @@ def test_bidirectional_rows_keep_share_of_all_blocks(formula):
 
 @pytest.mark.parametrize("predictor_class", [CoarseCurvaturePredictor, AdaptiveCurvaturePredictor])
 def test_predictor_outputs_have_no_gradient(predictor_class):
-    q, k, _ = qkv(q_length=100)
+    q, k, _ = draw_qkv(q_length=100)
     _, diagnostics = predictor_class(32)(
         q.requires_grad_(), k.requires_grad_(), return_diagnostics=True
     )
@@ -228,7 +230,7 @@ def test_constant_row_keeps_diagonal_only(curvature):
 @parametrize_formula
 @parametrize_causal
 def test_adaptive_rows_stay_between_min_and_max_keep(formula, causal):
-    q, k, _ = qkv(q_length=1000)
+    q, k, _ = draw_qkv(q_length=1000)
     predictor = AdaptiveCurvaturePredictor(
         32, threshold=0.5, min_keep=0.2, max_keep=0.4, formula=formula, causal=causal
     )
@@ -242,7 +244,7 @@ def test_adaptive_rows_stay_between_min_and_max_keep(formula, causal):
 
 @pytest.fixture
 def diagnostics():
-    q, k, _ = qkv(q_length=300)
+    q, k, _ = draw_qkv(q_length=300)
     return CoarseCurvaturePredictor(32)(q, k, return_diagnostics=True)[1]
 
 
@@ -282,7 +284,7 @@ def test_flops_estimate_equals_hand_computed_operations():
 @pytest.mark.parametrize("length", [64, 100, 640, 1000])
 @pytest.mark.parametrize("sparsity", [0.0, 0.7, 0.95])
 def test_causal_pairs_equal_plan_pairs(length, sparsity):
-    q, k, _ = qkv(q_length=length)
+    q, k, _ = draw_qkv(q_length=length)
     num_attended, num_causal = make_published_plan(q, k, sparsity=sparsity).pairs()
     actual = estimate_flops(length, 16, heads=6, block_size=32, sparsity=sparsity)
     assert (actual.attention, actual.dense) == (4 * 16 * num_attended, 4 * 16 * num_causal)
@@ -398,7 +400,7 @@ def test_published_classes_example_runs(tmp_path, capsys):
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
 def test_coarse_tokens_belong_to_their_block(length):
-    q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
+    q, k, _ = draw_qkv(batch=2, heads=4, kv_heads=2, q_length=length)
     coarse_qk = coarsen_qk_max_l2(q, k, 64)
     for x, actual in zip((q, k), coarse_qk, strict=True):
         assert actual.shape == (2, x.shape[1], math.ceil(length / 64), 16)
@@ -409,7 +411,7 @@ def test_coarse_tokens_belong_to_their_block(length):
 
 @parametrize_formula
 def test_grouped_kv_heads_equal_repeated_kv_heads(formula):
-    q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
+    q, k, _ = draw_qkv(heads=6, kv_heads=2, q_length=8)
     frc_of_kv_heads = compute_block_frc(q, k, formula=formula)
     frc_of_repeated_heads = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
     for actual, expected in zip(frc_of_kv_heads, frc_of_repeated_heads, strict=True):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import random_peaked_qk
-from tiny import tiny_model
+from selecting import draw_peaked_qk
+from tiny import make_tiny_model
 
 import cab_hf
 from cab_hf import CabConfig
@@ -19,11 +19,11 @@ SMALL_BLOCKS_CONFIG = CabConfig(
 
 
 def test_torch_compile_selects_the_same_blocks():
-    q, k = random_peaked_qk(q_length=205)
-    ranges = KeyRanges.causal(1, 205, 205, "cpu")
+    q, k = draw_peaked_qk(q_length=205)
+    key_ranges = KeyRanges.causal(1, 205, 205, "cpu")
 
     def select_lists(q, k, sequence_end):
-        ranges_with_end = replace(ranges, sequence_end=sequence_end)
+        ranges_with_end = replace(key_ranges, sequence_end=sequence_end)
         plan = RowsPredictor(SMALL_BLOCKS_CONFIG)(q, k, LayerContext(ranges_with_end, 0.25))
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
@@ -60,7 +60,7 @@ def test_invalid_config_of_rows_predictor_raises(config_fields, error_pattern):
 
 
 def test_describe_names_samples_and_thresholds():
-    model = tiny_model()
+    model = make_tiny_model()
     cab_hf.apply_cab(model, SMALL_BLOCKS_CONFIG)
     assert cab_hf.describe(model).startswith(
         "cab: predictor rows (4 outlier queries and 4 typical queries, mass_threshold 0.08, "
@@ -69,7 +69,7 @@ def test_describe_names_samples_and_thresholds():
 
 
 def test_check_finite_names_the_tensor():
-    q, k = random_peaked_qk(q_length=64)
+    q, k = draw_peaked_qk(q_length=64)
     k[0, 0, 3, 1] = torch.inf
     predictor = RowsPredictor(replace(SMALL_BLOCKS_CONFIG, check_finite=True))
     with pytest.raises(ValueError, match="k must be finite, got infinite or NaN values"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import random_peaked_qk
+from selecting import draw_peaked_qk
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -18,7 +18,7 @@ NUM_TOKENS, NUM_HEADS = 64, 4
 
 def select_lists(config=CONFIG, ranges=None, q=None, **select_options):
     """Return the (full, partial) block lists of `select_blocks` for one causal sequence."""
-    default_q, k = random_peaked_qk(q_length=NUM_TOKENS, heads=NUM_HEADS, kv_heads=2)
+    default_q, k = draw_peaked_qk(q_length=NUM_TOKENS, heads=NUM_HEADS, kv_heads=2)
     ranges = ranges or KeyRanges.causal(1, NUM_TOKENS, NUM_TOKENS, "cpu")
     q = default_q if q is None else q
     return select_blocks(q, quantize_keys(k), ranges, config, **{"scale": 0.25, **select_options})

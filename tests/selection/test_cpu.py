@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import arrange_in_layout, random_peaked_qk, random_topic_qk
+from selecting import arrange_in_layout, draw_peaked_qk, draw_topic_qk
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -23,14 +23,14 @@ LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
 MAX_DIFFERING_FRACTION = 1e-3
 
 
-def select_blocks_by_reference_and_cpu(q, k, ranges, config, **logit_options):
+def select_blocks_by_reference_and_cpu(q, k, key_ranges, config, **logit_options):
     """Return selected blocks, bool [B, H, M_q, M_k], by scores of the reference and of `cpu`."""
     score_options = ScoreOptions(q.shape[-1] ** -0.5, **logit_options)
     return [
         reference.select_blocks(
             q,
             k,
-            ranges=ranges,
+            ranges=key_ranges,
             config=config,
             score_options=score_options,
             sampled_scores_fn=sampled_scores_fn,
@@ -54,11 +54,11 @@ def select_blocks_by_reference_and_cpu(q, k, ranges, config, **logit_options):
 )
 def test_cpu_scores_select_blocks_of_reference(layout, config_fields, logit_options):
     shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
-    q, k = random_topic_qk("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
-    q, k, ranges = arrange_in_layout(layout, q, k, 32)
+    q, k = draw_topic_qk("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
+    q, k, key_ranges = arrange_in_layout(layout, q, k, 32)
     config = replace(CONFIG, **config_fields)
     expected, actual = select_blocks_by_reference_and_cpu(
-        q, k, ranges=ranges, config=config, **logit_options
+        q, k, key_ranges=key_ranges, config=config, **logit_options
     )
     assert 0.05 < expected.float().mean() < 0.9
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
@@ -66,12 +66,16 @@ def test_cpu_scores_select_blocks_of_reference(layout, config_fields, logit_opti
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cpu_scores_of_the_small_sample_select_blocks_of_reference(monkeypatch, layout):
-    q, k = random_topic_qk("cpu", 640, batch=2, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
-    q, k, ranges = arrange_in_layout(layout, q, k, 32)
-    full_sample_selected, _ = select_blocks_by_reference_and_cpu(q, k, ranges=ranges, config=CONFIG)
+    q, k = draw_topic_qk("cpu", 640, batch=2, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
+    q, k, key_ranges = arrange_in_layout(layout, q, k, 32)
+    full_sample_blocks, _ = select_blocks_by_reference_and_cpu(
+        q, k, key_ranges=key_ranges, config=CONFIG
+    )
     monkeypatch.setattr(reference, "MAX_KEYS_AT_FULL_SAMPLE", 128)
-    expected, actual = select_blocks_by_reference_and_cpu(q, k, ranges=ranges, config=CONFIG)
-    assert not torch.equal(expected, full_sample_selected)
+    expected, actual = select_blocks_by_reference_and_cpu(
+        q, k, key_ranges=key_ranges, config=CONFIG
+    )
+    assert not torch.equal(expected, full_sample_blocks)
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
@@ -80,7 +84,7 @@ def test_cpu_scores_of_the_small_sample_select_blocks_of_reference(monkeypatch, 
 )
 def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, constant_name):
     monkeypatch.setattr(cpu, constant_name, 1)
-    q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
+    q, k = draw_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
     expected, actual = select_blocks_by_reference_and_cpu(
         q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
     )
@@ -90,33 +94,35 @@ def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, consta
 @pytest.mark.parametrize("layout", ["causal", "in-place"])
 @pytest.mark.parametrize("bad_value", [torch.nan, torch.inf])
 def test_nonfinite_query_selects_blocks_of_reference(layout, bad_value):
-    q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
+    q, k = draw_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
     q[0, 1, [50, 302, 639], 3] = bad_value
-    q, k, ranges = arrange_in_layout(layout, q, k, 32)
-    expected, actual = select_blocks_by_reference_and_cpu(q, k, ranges=ranges, config=CONFIG)
+    q, k, key_ranges = arrange_in_layout(layout, q, k, 32)
+    expected, actual = select_blocks_by_reference_and_cpu(
+        q, k, key_ranges=key_ranges, config=CONFIG
+    )
     assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
 @pytest.mark.parametrize("bad_value", [torch.nan, torch.inf])
 def test_outliers_of_nonfinite_queries_equal_reference(bad_value):
-    q, _ = random_peaked_qk(q_length=205, heads=2, kv_heads=1)
+    q, _ = draw_peaked_qk(q_length=205, heads=2, kv_heads=1)
     q[0, 1, [50, 100, 101], 3] = bad_value
-    ranges = KeyRanges.causal(1, 205, 205, "cpu")
-    expected = reference.sample_outlier_queries(q, ranges, 32, 4)
-    assert torch.equal(cpu.sample_outlier_queries(q, ranges, 32, 4), expected)
+    key_ranges = KeyRanges.causal(1, 205, 205, "cpu")
+    expected = reference.sample_outlier_queries(q, key_ranges, 32, 4)
+    assert torch.equal(cpu.sample_outlier_queries(q, key_ranges, 32, 4), expected)
 
 
 @pytest.mark.parametrize("length", [205, 256, 31])
 @pytest.mark.parametrize("samples_per_block", [4, 32])
 def test_outliers_equal_reference(length, samples_per_block):
-    q, _ = random_peaked_qk(q_length=length, heads=2, kv_heads=1)
-    ranges = KeyRanges.causal(1, length, length, "cpu")
-    expected = reference.sample_outlier_queries(q, ranges, 32, samples_per_block)
-    assert torch.equal(cpu.sample_outlier_queries(q, ranges, 32, samples_per_block), expected)
+    q, _ = draw_peaked_qk(q_length=length, heads=2, kv_heads=1)
+    key_ranges = KeyRanges.causal(1, length, length, "cpu")
+    expected = reference.sample_outlier_queries(q, key_ranges, 32, samples_per_block)
+    assert torch.equal(cpu.sample_outlier_queries(q, key_ranges, 32, samples_per_block), expected)
 
 
 def test_bfloat16_is_scored_in_float32():
-    q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16)
+    q, k = draw_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16)
     expected, actual = select_blocks_by_reference_and_cpu(
         q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import make_block_layout
-from selecting import random_peaked_qk
+from selecting import draw_peaked_qk
 
 from cab_hf import CabConfig
 from cab_hf.selection import reference
@@ -24,7 +24,7 @@ CPU_DEVICE = torch.device("cpu")
 def test_channels_are_padded_to_powers_of_two():
     channel_order = ChannelOrder.create((2, 3, 5), 8, CPU_DEVICE)
     assert (
-        (channel_order.first_width, channel_order.other_width)
+        (channel_order.num_first_channels, channel_order.num_other_channels)
         == (32, 32)
         == compute_channel_widths((2, 3, 5), 8)
     )
@@ -32,7 +32,7 @@ def test_channels_are_padded_to_powers_of_two():
     assert channel_order.channel_table[32:38].tolist() == [0, 1, 4, 6, 7, -1]
     order_of_all_channels = ChannelOrder.create((), 80, CPU_DEVICE)
     assert (
-        (order_of_all_channels.first_width, order_of_all_channels.other_width)
+        (order_of_all_channels.num_first_channels, order_of_all_channels.num_other_channels)
         == (128, 0)
         == compute_channel_widths((), 80)
     )
@@ -40,7 +40,7 @@ def test_channels_are_padded_to_powers_of_two():
 
 
 def test_stored_keys_follow_the_order_of_channels():
-    _, k = random_peaked_qk(**QK_SHAPE)
+    _, k = draw_peaked_qk(**QK_SHAPE)
     stored_keys, exponents = quantize(k, UPPER_HALF_CHANNELS, k.dtype)
     assert not exponents.any()
     assert torch.equal(stored_keys[..., :32], torch.nn.functional.pad(k[..., 16:], (0, 16)))
@@ -48,42 +48,42 @@ def test_stored_keys_follow_the_order_of_channels():
 
 
 def test_padded_rows_give_outliers_of_the_reference():
-    q, _ = random_peaked_qk(batch=2, **QK_SHAPE)
+    q, _ = draw_peaked_qk(batch=2, **QK_SHAPE)
     layout = make_block_layout("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
-    q, ranges = layout.queries(q), layout.ranges
+    q, key_ranges = layout.queries(q), layout.ranges
     for samples_per_block in (1, 8, 32):
         actual = sample_outlier_positions(
             q,
-            ranges,
+            key_ranges,
             head_range=ALL_HEADS_RANGE,
             query_block=32,
             samples_per_block=samples_per_block,
         )
-        expected = reference.sample_outlier_queries(q, ranges, 32, samples_per_block)
+        expected = reference.sample_outlier_queries(q, key_ranges, 32, samples_per_block)
         assert torch.equal(actual, expected.int().flatten(2).flatten(0, 1))
 
 
 def test_padded_rows_give_typical_queries_of_the_reference():
-    q, _ = random_peaked_qk(batch=2, **QK_SHAPE)
+    q, _ = draw_peaked_qk(batch=2, **QK_SHAPE)
     layout = make_block_layout("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
-    q, ranges = layout.queries(q), layout.ranges
+    q, key_ranges = layout.queries(q), layout.ranges
     config = replace(SMALL_BLOCKS_CONFIG, outlier_queries=0)
     (sample,) = sample_queries(
         q,
-        ranges=ranges,
+        key_ranges=key_ranges,
         config=config,
         head_range=ALL_HEADS_RANGE,
         scale=1.0,
         channels=(),
         dtype=q.dtype,
     )
-    positions = reference.sample_typical_queries(ranges, 32, 4).flatten(1)
-    is_real_sample = positions >= 0
-    positions = positions.clamp(min=0)
-    last_key = ranges.end.gather(1, positions).masked_fill(~is_real_sample, -1)
-    assert torch.equal(sample.last_key, last_key.repeat_interleave(4, 0))
+    query_positions = reference.sample_typical_queries(key_ranges, 32, 4).flatten(1)
+    is_real_sample = query_positions >= 0
+    query_positions = query_positions.clamp(min=0)
+    last_visible_key = key_ranges.end.gather(1, query_positions).masked_fill(~is_real_sample, -1)
+    assert torch.equal(sample.last_key, last_visible_key.repeat_interleave(4, 0))
     # ``vectors`` has batch rows and heads in one dimension: row 1, head 2 is index 6
-    expected = q[1, 2, positions[1]] * is_real_sample[1][:, None]
+    expected = q[1, 2, query_positions[1]] * is_real_sample[1][:, None]
     assert torch.equal(sample.vectors[6], expected)
 
 
@@ -113,18 +113,18 @@ def test_8_bit_keys_round_to_four_bits_of_the_largest_channel(key, expected):
 
 @pytest.mark.parametrize("scale_exponent", [-45, -14, -3, 1, 14, 45])
 def test_8_bit_keys_scaled_by_a_power_of_two_round_alike(scale_exponent):
-    _, k = random_peaked_qk(**QK_SHAPE)
+    _, k = draw_peaked_qk(**QK_SHAPE)
     expected, exponents = quantize_and_dequantize(k)
     assert torch.equal(
         quantize_and_dequantize(k * 2.0**scale_exponent)[0], expected * 2.0**scale_exponent
     )
-    # the keys of `random_peaked_qk` all have the same exponent
+    # the keys of `draw_peaked_qk` all have the same exponent
     assert exponents.unique().tolist() == [-1]
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 10, 11)], ids=["all", "some"])
 def test_8_bit_key_does_not_depend_on_other_keys(channels):
-    _, k = random_peaked_qk(**QK_SHAPE)
+    _, k = draw_peaked_qk(**QK_SHAPE)
     quantized_single_key = quantize(k[:, :, 42:43], channels, FP8)
     k_with_large_keys = k * 3000.0
     k_with_large_keys[:, :, 42] = k[:, :, 42]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import mark_slow_except
-from selecting import arrange_in_layout, plan_by_reference, plan_rows_by_kernels, random_peaked_qk
+from selecting import arrange_in_layout, draw_peaked_qk, plan_by_reference, plan_rows_by_kernels
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -124,13 +124,13 @@ def assert_same_lists(actual, expected):
     ),
 )
 def test_kernels_give_lists_of_reference_for_every_setting(
-    config_fields, shape, layout, channels, uninitialised_is_nan
+    config_fields, shape, layout, channels, fill_uninitialised_with_nan
 ):
     config = replace(SMALL_BLOCKS_CONFIG, **config_fields)
-    q, k = random_peaked_qk(**{**QK_SHAPE, **shape})
-    q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
-    expected = plan_by_reference(config, q, k, ranges, channels=channels)
-    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges, channels=channels), expected)
+    q, k = draw_peaked_qk(**{**QK_SHAPE, **shape})
+    q, k, key_ranges = arrange_in_layout(layout, q, k, config.query_block)
+    expected = plan_by_reference(config, q, k, key_ranges, channels=channels)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, key_ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_kernels_give_lists_of_reference_for_every_setting(
     ),
 )
 def test_keys_read_by_pointers_give_lists_of_the_reference(
-    config_fields, layout, channels, pointer_loads
+    config_fields, layout, channels, force_pointer_loads
 ):
     config = replace(SMALL_BLOCKS_CONFIG, **config_fields)
-    q, k, ranges = arrange_in_layout(
-        layout, *random_peaked_qk(**QK_SHAPE, batch=2), config.query_block
+    q, k, key_ranges = arrange_in_layout(
+        layout, *draw_peaked_qk(**QK_SHAPE, batch=2), config.query_block
     )
-    expected = plan_by_reference(config, q, k, ranges, channels=channels)
-    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges, channels=channels), expected)
+    expected = plan_by_reference(config, q, k, key_ranges, channels=channels)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, key_ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_keys_read_by_pointers_give_lists_of_the_reference(
     ),
 )
 def test_small_sample_of_many_keys_gives_lists_of_reference(
-    monkeypatch, config_fields, shape, layout, uninitialised_is_nan
+    monkeypatch, config_fields, shape, layout, fill_uninitialised_with_nan
 ):
     config = replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0, **config_fields)
-    q, k = random_peaked_qk(**{**ONE_KV_HEAD_SHAPE, "q_length": 240, **shape})
-    q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
-    full_sample_plan = plan_by_reference(config, q, k, ranges)
+    q, k = draw_peaked_qk(**{**ONE_KV_HEAD_SHAPE, "q_length": 240, **shape})
+    q, k, key_ranges = arrange_in_layout(layout, q, k, config.query_block)
+    full_sample_plan = plan_by_reference(config, q, k, key_ranges)
     monkeypatch.setattr(reference, "MAX_KEYS_AT_FULL_SAMPLE", 64)
-    expected = plan_by_reference(config, q, k, ranges)
+    expected = plan_by_reference(config, q, k, key_ranges)
     assert not torch.equal(expected.to_dense(), full_sample_plan.to_dense())
-    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, key_ranges), expected)
 
 
 LOGIT_OPTIONS = {
@@ -195,55 +195,55 @@ LOGIT_OPTIONS = {
 
 @pytest.mark.parametrize("logit_options", LOGIT_OPTIONS.values(), ids=LOGIT_OPTIONS)
 def test_sinks_and_softcap_give_lists_of_the_reference(logit_options):
-    q, k = random_peaked_qk(**QK_SHAPE)
-    ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
+    q, k = draw_peaked_qk(**QK_SHAPE)
+    key_ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
     expected = plan_by_reference(
-        SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
+        SMALL_BLOCKS_CONFIG, q, k, key_ranges, channels=UPPER_HALF_CHANNELS, **logit_options
     )
     actual = plan_rows_by_kernels(
-        SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
+        SMALL_BLOCKS_CONFIG, q, k, key_ranges, channels=UPPER_HALF_CHANNELS, **logit_options
     )
     assert_same_lists(actual, expected)
     plan_without_logit_options = plan_by_reference(
-        SMALL_BLOCKS_CONFIG, q, k, ranges, channels=UPPER_HALF_CHANNELS
+        SMALL_BLOCKS_CONFIG, q, k, key_ranges, channels=UPPER_HALF_CHANNELS
     )
     assert abs(expected.density() - plan_without_logit_options.density()) > 0.02
 
 
 def test_transposed_views_give_the_same_lists():
-    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
-    ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
 
 
 def test_many_chunks_with_small_scratch_give_the_same_lists(monkeypatch):
-    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
-    ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 1)
     monkeypatch.setattr(tiles, "MIN_SAMPLES_PER_PROGRAM_FLOAT32", 8)
-    assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
 
 
 def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
-    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
-    ranges, config = (
+    q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    key_ranges, config = (
         KeyRanges.causal(1, 300, 300, "cpu"),
         replace(SMALL_BLOCKS_CONFIG, max_density=0.3),
     )
-    expected = plan_rows_by_kernels(config, q, k, ranges)
+    expected = plan_rows_by_kernels(config, q, k, key_ranges)
     monkeypatch.setattr(compact, "MAX_SCORE_BYTES", 1)
-    assert_same_lists(plan_rows_by_kernels(config, q, k, ranges), expected)
+    assert_same_lists(plan_rows_by_kernels(config, q, k, key_ranges), expected)
 
 
 def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatch):
-    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
-    ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
     monkeypatch.setattr(compact, "MAX_LIST_BYTES", 1)
-    actual = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges)
+    actual = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
     assert_same_lists(actual, expected)
     max_count = (expected.full.counts + expected.partial.counts).max()
     assert actual.full.width == max_count < expected.full.width
@@ -271,14 +271,16 @@ def quantize_and_dequantize(k):
 @pytest.mark.parametrize(
     "change_keys", mark_slow_except([torch.clone, scale_one_key, scale_keys_differently], 0, 2)
 )
-def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change_keys, uninitialised_is_nan):
-    q, k = random_peaked_qk(**QK_SHAPE)
-    k, ranges = change_keys(k), KeyRanges.causal(1, 300, 300, "cpu")
+def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(
+    change_keys, fill_uninitialised_with_nan
+):
+    q, k = draw_peaked_qk(**QK_SHAPE)
+    k, key_ranges = change_keys(k), KeyRanges.causal(1, 300, 300, "cpu")
     expected = plan_by_reference(
-        SMALL_BLOCKS_CONFIG, q, quantize_and_dequantize(k), ranges
+        SMALL_BLOCKS_CONFIG, q, quantize_and_dequantize(k), key_ranges
     ).to_dense()
     actual = plan_rows_by_kernels(
-        SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8
+        SMALL_BLOCKS_CONFIG, q, k, key_ranges, quantized_dtype=tiles.FP8
     ).to_dense()
     # allow for 6% differences: the kernels also quantise queries, and the reference does not
     assert (actual != expected).sum() <= 0.06 * expected.sum()
@@ -287,29 +289,30 @@ def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change_keys, unini
 @pytest.mark.parametrize("change_keys", mark_slow_except([torch.clone, scale_keys_differently], 1))
 @pytest.mark.parametrize("scale_exponent", [-20, 13])
 def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(scale_exponent, change_keys):
-    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
-    ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
     expected = plan_rows_by_kernels(
-        SMALL_BLOCKS_CONFIG, q, change_keys(k), ranges, quantized_dtype=tiles.FP8
+        SMALL_BLOCKS_CONFIG, q, change_keys(k), key_ranges, quantized_dtype=tiles.FP8
     )
     q, k = q * 2.0**-scale_exponent, change_keys(k) * 2.0**scale_exponent
     assert_same_lists(
-        plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, ranges, quantized_dtype=tiles.FP8), expected
+        plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges, quantized_dtype=tiles.FP8),
+        expected,
     )
 
 
 def test_later_8_bit_key_of_another_magnitude_changes_no_earlier_row():
-    q, k = random_peaked_qk(**ONE_KV_HEAD_SHAPE)
-    ranges, config = (
+    q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
+    key_ranges, config = (
         KeyRanges.causal(1, 300, 300, "cpu"),
         replace(SMALL_BLOCKS_CONFIG, dense_tail_blocks=0),
     )
-    selected_before = plan_rows_by_kernels(
-        config, q, k, ranges, quantized_dtype=tiles.FP8
+    blocks_before_change = plan_rows_by_kernels(
+        config, q, k, key_ranges, quantized_dtype=tiles.FP8
     ).to_dense()
     k[:, :, 260:] *= 2.0**11
-    selected_after = plan_rows_by_kernels(
-        config, q, k, ranges, quantized_dtype=tiles.FP8
+    blocks_after_change = plan_rows_by_kernels(
+        config, q, k, key_ranges, quantized_dtype=tiles.FP8
     ).to_dense()
-    assert torch.equal(selected_after[:, :, :8], selected_before[:, :, :8])
-    assert not torch.equal(selected_after[:, :, 8:], selected_before[:, :, 8:])
+    assert torch.equal(blocks_after_change[:, :, :8], blocks_before_change[:, :, :8])
+    assert not torch.equal(blocks_after_change[:, :, 8:], blocks_before_change[:, :, 8:])

@@ -35,8 +35,8 @@ def test_default_config_at_131072_tokens_gives_expected_tile_sizes():
     assert (typical_tiles.tile_keys, outlier_tiles.tile_keys) == (128, 128)
     assert (typical_tiles.blocks_per_step, outlier_tiles.blocks_per_step) == (8, 2)
     assert (typical_tiles.keys_per_run, outlier_tiles.keys_per_run) == (2, 4)
-    assert (typical_tiles.first_width, typical_tiles.other_width) == (128, 0)
-    assert (outlier_tiles.first_width, outlier_tiles.other_width) == (64, 0)
+    assert (typical_tiles.num_first_channels, typical_tiles.num_other_channels) == (128, 0)
+    assert (outlier_tiles.num_first_channels, outlier_tiles.num_other_channels) == (64, 0)
     # from one tile to the next, 4 query blocks of 128 tokens see 8 more key blocks of 64, and 8
     # query blocks see 16 more
     assert (typical_tiles.scratch_growth, outlier_tiles.scratch_growth) == (8, 16)
@@ -60,13 +60,13 @@ def test_chunks_cover_every_tile_once_and_fit_the_scratch(
     )
     for query_tiles, max_num_logits in zip(plan.sample_tiles, plan.scratch_logits, strict=True):
         num_logits_of_chunks = [
-            query_tiles.count_scratch_logits(plan.convert_chunk(query_tiles, chunk), 32)
+            query_tiles.count_scratch_logits(plan.convert_chunk_to_tiles(query_tiles, chunk), 32)
             for chunk in plan.chunks
         ]
         assert max(num_logits_of_chunks) == max_num_logits
     for chunk in plan.chunks:
         num_logits = sum(
-            query_tiles.count_scratch_logits(plan.convert_chunk(query_tiles, chunk), 32)
+            query_tiles.count_scratch_logits(plan.convert_chunk_to_tiles(query_tiles, chunk), 32)
             for query_tiles in plan.sample_tiles
         )
         assert 2 * num_logits <= scratch_bytes or chunk.end - chunk.begin == 1

@@ -10,7 +10,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges
 
 
-def random_plan(
+def make_random_plan(
     q, k, block_sizes, selection_probability=0.4, ranges=None, num_plan_heads=None, **plan_options
 ):
     """Return a plan with all diagonal blocks, and random other blocks.
@@ -45,7 +45,7 @@ def random_plan(
     )
 
 
-def random_seeds(num_seeds):
+def draw_seeds(num_seeds):
     """Return random seeds, int64 [num_seeds]."""
     return torch.randint(2**62, (num_seeds,), generator=torch.Generator().manual_seed(0))
 
@@ -87,7 +87,7 @@ def make_block_layout(layout, batch, length, kv_length, align, device):
     )
 
 
-def random_qkv_and_grad(
+def draw_qkv_and_grad(
     device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16
 ):
     """Return random q, k, v and output gradient, [B, H, N, D] with the strides of [B, N, H, D]."""
@@ -129,9 +129,9 @@ def make_case(
         dense_rows: query blocks with dense attention, a list per row of the batch; "tail" for the
             last query block of each sequence; None: no dense rows.
         sample_period: one of ``sample_period`` unselected blocks is sampled; None: no sample.
-        input_sizes: arguments of `random_qkv_and_grad`, such as ``q_length``.
+        input_sizes: arguments of `draw_qkv_and_grad`, such as ``q_length``.
     """
-    q, k, v, grad_out = random_qkv_and_grad(device, dtype, **input_sizes)
+    q, k, v, grad_out = draw_qkv_and_grad(device, dtype, **input_sizes)
     block_layout = make_block_layout(
         layout=layout,
         batch=q.shape[0],
@@ -147,7 +147,7 @@ def make_case(
     elif dense_rows is not None:
         dense_rows = torch.tensor(dense_rows, device=device)
     plan_queries = q if plan_heads is None else q[:, :plan_heads]
-    plan = random_plan(
+    plan = make_random_plan(
         plan_queries,
         k,
         block_sizes,
@@ -156,7 +156,7 @@ def make_case(
         dense_rows=dense_rows,
     )
     if sample_period is not None:
-        plan = plan.with_sample(sample_period, random_seeds(1)[0].to(device))
+        plan = plan.with_sample(sample_period, draw_seeds(1)[0].to(device))
     assert_valid_plan(plan)
     return q, k, v, grad_out, plan
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 import transformers
-from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, tokens
+from tiny import FULL_BUDGET_CONFIG, SPARSE_CONFIG, draw_token_ids
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import cab_hf
@@ -22,13 +22,13 @@ BATCHING_OPTIONS = {
     "pages": BLOCK_TABLE_OPTIONS,
     "chunks-pages": {"max_batch_tokens": 96, **BLOCK_TABLE_OPTIONS},
 }
-SHARED_PREFIX = tokens(1, 128, seed=9)[0].tolist()
+SHARED_PREFIX = draw_token_ids(1, 128, seed=9)[0].tolist()
 PROMPTS = [
-    tokens(1, prompt_length, seed=prompt_length)[0].tolist()
+    draw_token_ids(1, prompt_length, seed=prompt_length)[0].tolist()
     for prompt_length in (20, 300, 150, 77, 1)
 ]
 PROMPTS += [
-    SHARED_PREFIX + tokens(1, 40 + prompt_index, seed=prompt_index)[0].tolist()
+    SHARED_PREFIX + draw_token_ids(1, 40 + prompt_index, seed=prompt_index)[0].tolist()
     for prompt_index in range(3)
 ]
 

@@ -1,7 +1,7 @@
 """Model inputs without padding, with padding and with packed documents; logits, gradients."""
 
 import torch
-from tiny import tokens
+from tiny import draw_token_ids
 
 
 def make_packed_position_ids(lengths):
@@ -17,7 +17,7 @@ def pad_left(ids, num_padding_tokens):
 
 def _make_padded_call(padding_slice):
     """Return an entry of `MODEL_CALLS` in which row 0 has padding at ``padding_slice``."""
-    ids = tokens(2, 150)
+    ids = draw_token_ids(2, 150)
     mask = torch.ones_like(ids)
     mask[0, padding_slice] = 0
     return {"input_ids": ids, "attention_mask": mask}, mask.bool()
@@ -25,13 +25,17 @@ def _make_padded_call(padding_slice):
 
 def _make_plain_call(length):
     """Return an entry of `MODEL_CALLS`: two rows of ``length`` tokens without padding."""
-    return {"input_ids": tokens(2, length)}, slice(None)
+    return {"input_ids": draw_token_ids(2, length)}, slice(None)
 
 
 def _make_packed_call():
     """Return an entry of `MODEL_CALLS`: three packed documents in one row."""
     positions = make_packed_position_ids((50, 3, 97))
-    return {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}, slice(None)
+    return {
+        "input_ids": draw_token_ids(1, 150),
+        "position_ids": positions,
+        "use_cache": False,
+    }, slice(None)
 
 
 # by name: (keyword arguments of a model, index [B, N] that selects tokens that are not padding)

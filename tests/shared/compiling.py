@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from cab_hf import CabConfig
-from cab_hf.hf.rotary import llama_channels
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.ops import pairs
 from cab_hf.ops.attention import block, flash, merge
 from cab_hf.ops.decode import kernels
@@ -51,7 +51,7 @@ class AbsentGpuDriver:
         return 0
 
 
-def make_zeros(dtype, dim, num_queries=SEQUENCE_LENGTH, num_keys=SEQUENCE_LENGTH):
+def make_zero_qk_and_ranges(dtype, dim, num_queries=SEQUENCE_LENGTH, num_keys=SEQUENCE_LENGTH):
     """Return (q, k, `KeyRanges`): zeros [B, H, N, D] and the ranges of causal attention."""
     q, k = (
         torch.zeros(1, num_heads, length, dim, dtype=dtype)
@@ -69,14 +69,14 @@ def launch_selection(
     heads also have sinks.
     """
     logit_options = {"sinks": torch.zeros(NUM_HEADS) if softcap else None, "softcap": softcap}
-    channels = llama_channels(dim)
+    channels = slow_channels_of_llama(dim)
     score_options = ScoreOptions(1.0, channels, **logit_options)
     for num_queries, num_keys in launch_sizes:
-        q, k, ranges = make_zeros(dtype, dim, num_queries, num_keys)
+        q, k, ranges = make_zero_qk_and_ranges(dtype, dim, num_queries, num_keys)
         quantized_values, key_scale_exponents = api._quantize_on_gpu(k, channels)
         quantized_keys = QuantizedKeys(quantized_values, key_scale_exponents)
         full_blocks, partial_blocks = api._select_by_kernels(
-            q, quantized_keys, ranges=ranges, config=config, score_options=score_options
+            q, quantized_keys, key_ranges=ranges, config=config, score_options=score_options
         )
     plan = BlockPlan(
         full=full_blocks,
@@ -86,38 +86,38 @@ def launch_selection(
         key_block=config.key_block,
         dense_rows=ranges.tail_rows(config.query_block, config.query_block),
     )
-    pairs.add_pairs(plan)
-    pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
+    pairs.count_query_key_pairs(plan)
+    pairs.count_query_key_pairs(replace(plan, dense_rows=None, sampled=plan.full))
 
 
 def launch_frc(config, dtype, dim, launch_sizes=((SEQUENCE_LENGTH, SEQUENCE_LENGTH),)):
     """Launch the kernels of predictor "frc"; ``launch_sizes`` as in `launch_selection`."""
     frc.has_kernels = lambda x: True
     for num_queries, num_keys in launch_sizes:
-        q, k, ranges = make_zeros(dtype, dim, num_queries, num_keys)
+        q, k, ranges = make_zero_qk_and_ranges(dtype, dim, num_queries, num_keys)
         frc.FrcPredictor(config)(q, k, LayerContext(ranges, 1.0, 0))
 
 
 def launch_decode(config, dtype, dim):
     """Launch the kernels of a sparse and of a dense decode step, without and with sinks."""
-    q, k, ranges = make_zeros(dtype, dim)
-    channels, q = llama_channels(dim), q[:, :, :1]
+    q, k, ranges = make_zero_qk_and_ranges(dtype, dim)
+    channels, q = slow_channels_of_llama(dim), q[:, :, :1]
     key_index = kernels.index_keys(k, channels)
     length, num_keys = torch.tensor([SEQUENCE_LENGTH]), torch.tensor([128], dtype=torch.int32)
     choose_arguments = {"scale": 1.0, "length": length, "num_keys": num_keys, "channels": channels}
     selected_keys = kernels.choose(q, key_index, padding_mask=ranges.key_valid, **choose_arguments)
     kernels.attend(q, k, k, selected_keys, scale=1.0, length=length, padding_mask=ranges.key_valid)
-    kernels.attend(q, k, k, selected_keys.for_layer(k.device), scale=1.0)
+    kernels.attend(q, k, k, selected_keys.map_to_layer(k.device), scale=1.0)
     sinks = torch.zeros(NUM_HEADS)
     kernels.choose(q, key_index, sinks=sinks, **choose_arguments)
-    kernels.attend(q, k, k, selected_keys.for_layer(k.device), scale=1.0, sinks=sinks)
+    kernels.attend(q, k, k, selected_keys.map_to_layer(k.device), scale=1.0, sinks=sinks)
 
 
 def launch_attention(config, dtype, dim, softcap=None):
     """Launch block attention, its backward pass, and the kernels that merge and mask outputs."""
-    q, k, ranges = make_zeros(dtype, dim)
+    q, k, ranges = make_zero_qk_and_ranges(dtype, dim)
     plan = BlockPlan.causal(ranges, NUM_HEADS, config.query_block, config.key_block)
-    plan_arguments = block.op_arguments(plan, 1.0, softcap)
+    plan_arguments = block.make_op_arguments(plan, 1.0, softcap)
     out, lse = block.forward_op(q, k, k, **plan_arguments)
     block.backward_op(
         grad=torch.zeros_like(q),

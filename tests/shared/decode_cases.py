@@ -1,14 +1,14 @@
 """Decode steps for tests that compare the kernels with the reference."""
 
 import torch
-from tiny import qkv
+from tiny import draw_qkv
 
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.config import block_sizes
 from cab_hf.dispatch import dense_masked
-from cab_hf.hf.rotary import llama_channels
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
 
@@ -36,13 +36,13 @@ STEP_CASES = {
 }
 
 
-def make_step(case, dtype=torch.float32, device="cpu", batch=2):
+def make_step_inputs(step_case, dtype=torch.float32, device="cpu", batch=2):
     """Return (q, k, v, arguments) of a decode step for one of `STEP_CASES`.
 
     The last element is the tuple (scale, length, num_keys, channels, padding_mask, sinks) of
     arguments of `kernels.choose`.
     """
-    heads, kv_heads, num_slots, num_written, dim, value_dim, num_selected, case_options = case
+    heads, kv_heads, num_slots, num_written, dim, value_dim, num_selected, case_options = step_case
     generator = torch.Generator().manual_seed(0)
 
     def draw_noise(num_heads, length, num_channels):
@@ -57,7 +57,7 @@ def make_step(case, dtype=torch.float32, device="cpu", batch=2):
     if "padding" in case_options:
         padding_mask = torch.ones(batch, num_written, dtype=torch.bool, device=device)
         padding_mask[0, : case_options["padding"]] = False
-    channels = case_options.get("channels", llama_channels(dim))
+    channels = case_options.get("channels", slow_channels_of_llama(dim))
     num_selected = num_selected if isinstance(num_selected, tuple) else (num_selected,)
     length = torch.tensor([num_written], device=device)
     num_selected = torch.tensor(num_selected, dtype=torch.int32, device=device)
@@ -65,10 +65,10 @@ def make_step(case, dtype=torch.float32, device="cpu", batch=2):
     return q, k, v, (dim**-0.5, length, num_selected, channels, padding_mask, sinks)
 
 
-def assert_step_equals_reference(case, dtype=torch.float32, device="cpu"):
+def assert_step_equals_reference(step_case, dtype=torch.float32, device="cpu"):
     """Assert that index, selection and attention of the kernels match the reference."""
-    q, k, v, (scale, length, num_selected, channels, padding_mask, sinks) = make_step(
-        case, dtype, device
+    q, k, v, (scale, length, num_selected, channels, padding_mask, sinks) = make_step_inputs(
+        step_case, dtype, device
     )
     key_index, expected_key_index = (
         implementation.index_keys(k, channels) for implementation in (kernels, reference)
@@ -83,18 +83,21 @@ def assert_step_equals_reference(case, dtype=torch.float32, device="cpu"):
         for implementation in (kernels, reference)
     )
     scored_keys = reference.score_keys(q, key_index, scale, channels=channels, **cache_arguments)
-    _, levels, is_sampled, is_always_read = scored_keys
-    last_level = reference.find_last_read_level(
-        levels, is_sampled, is_always_read, length=length, num_keys=num_selected
+    _, weight_levels, is_sampled, is_always_read = scored_keys
+    last_read_level = reference.find_last_read_level(
+        weight_levels, is_sampled, is_always_read, length=length, num_keys=num_selected
     )
     is_selected = choice.to_mask()
     assert torch.equal(is_selected.sum(-1), choice.counts)
     # kernels sum in another order, which may change the rounded attention weights by one step
-    assert ((is_selected == (levels <= last_level)) | ((levels - last_level).abs() <= 2)).all()
+    assert (
+        (is_selected == (weight_levels <= last_read_level))
+        | ((weight_levels - last_read_level).abs() <= 2)
+    ).all()
     assert (is_selected == expected.to_mask()).float().mean() > 0.999
     torch.testing.assert_close(choice.unread_logit, expected.unread_logit, rtol=1e-2, atol=0.1)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for layer_choice in (choice, choice.for_layer(q.device)):
+    for layer_choice in (choice, choice.map_to_layer(q.device)):
         out, expected_out = (
             implementation.attend(q, k, v, layer_choice, scale=scale, **cache_arguments)
             for implementation in (kernels, reference)
@@ -133,10 +136,10 @@ def make_step_masks(device="cpu"):
 
 def assert_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
     """Assert that the kernel of a dense decode step equals SDPA with the token mask of ``mask``."""
-    q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
+    q, k, v = (x.to(device, dtype) for x in draw_qkv(2, q_length=1, kv_length=300, dim=32))
     config = CabConfig()
-    work = Workload.of(q, k, v, block_sizes(config))
-    call = Call(
+    workload = Workload.from_tensors(q, k, v, block_sizes(config))
+    attention_call = Call(
         q=q,
         k=k,
         v=v,
@@ -144,10 +147,10 @@ def assert_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device
         layer=None,
         config=config,
         is_sparse=False,
-        workload=work,
+        workload=workload,
         mask=mask,
     )
-    actual = dense_masked(call)
+    actual = dense_masked(attention_call)
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(actual, dense_masked(call), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, dense_masked(attention_call), rtol=tolerance, atol=tolerance)

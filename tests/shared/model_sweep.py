@@ -28,9 +28,9 @@ from tiny_types import (
     FIRST_REGULAR_TOKEN,
     ROPE_PARAMETERS,
     VOCAB_SIZE,
+    make_tiny_config,
+    make_tiny_model,
     make_window_fields,
-    tiny_config,
-    tiny_model,
 )
 from torch import Tensor, nn
 from torch.multiprocessing import (
@@ -188,7 +188,7 @@ def build_model(
         (model, logits by name of the input, names of inputs for which the ids of padding tokens
         change the logits of other tokens).
     """
-    model = tiny_model(model_type, **config_fields)
+    model = make_tiny_model(model_type, **config_fields)
     expected_logits = {
         input_name: compute_logits(model, **model_inputs)
         for input_name, model_inputs in make_inputs().items()
@@ -432,11 +432,11 @@ def examine_steps_over_ranks(model_type: str) -> dict[str, Any]:
 
 
 def list_builds(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return arguments of `tiny_config` by variant that the type supports.
+    """Return arguments of `make_tiny_config` by variant that the type supports.
 
     "plain" has the defaults, "windowed" sliding windows, and "dynamic" dynamic RoPE.
     """
-    config_fields = vars(tiny_config(model_type))
+    config_fields = vars(make_tiny_config(model_type))
     router_fields = {
         field_name: value
         for field_name, value in ROUTER_LOSS_FIELDS.items()
@@ -460,7 +460,7 @@ def list_builds(model_type: str) -> dict[str, dict[str, Any]]:
 def compare_steps_of_build(model_type: str, config_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Build a model, and return the results of `compare_step_over_ranks` by name of the input."""
     try:
-        model = tiny_model(model_type, **config_fields)
+        model = make_tiny_model(model_type, **config_fields)
     except Exception as error:
         return {"not_built": _format_error(error)}
     model_record = {"model": type(model).__name__}
@@ -501,7 +501,7 @@ def run_step_in_one_process(
     `STEP_MODES` lists the modes. Some types do not run in float64, or have no loss.
     """
     for step_mode in STEP_MODES:
-        model = tiny_model(model_type, **config_fields).to(getattr(torch, step_mode.dtype))
+        model = make_tiny_model(model_type, **config_fields).to(getattr(torch, step_mode.dtype))
         try:
             step = run_step(model, make_batch(), step_mode)
             if not step.logits.isfinite().all():

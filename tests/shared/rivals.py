@@ -13,7 +13,7 @@ SMALL_BLOCKS_CONFIG = cab_hf.CabConfig(
 )
 
 
-def random_qk(length, heads=6, kv_heads=2, dim=16, seed=0):
+def draw_qk(length, heads=6, kv_heads=2, dim=16, seed=0):
     """Return random q [1, H, N, D] and k [1, H_kv, N, D]."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(1, heads, length, dim, generator=generator)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from attention_cases import make_block_layout
-from tiny import qkv
+from tiny import draw_qkv
 from valid_plan import assert_valid_plan
 
 from cab_hf import BlockPlan
-from cab_hf.config import block_sizes, tail_sizes
+from cab_hf.config import block_sizes, tail_and_query_block_sizes
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, frc, make_predictor
 from cab_hf.selection import QuantizedKeys, api, gather
@@ -55,7 +55,7 @@ def plan_rows_by_kernels(
     quantized_keys = QuantizedKeys(quantized_values, key_scale_exponents)
     score_options = ScoreOptions(scale, channels, **logit_options)
     full_blocks, partial_blocks = api._select_by_kernels(
-        q, quantized_keys, ranges=ranges, config=config, score_options=score_options
+        q, quantized_keys, key_ranges=ranges, config=config, score_options=score_options
     )
     query_block, key_block = block_sizes(config)
     plan = BlockPlan(
@@ -64,18 +64,18 @@ def plan_rows_by_kernels(
         ranges=ranges,
         query_block=query_block,
         key_block=key_block,
-        dense_rows=ranges.tail_rows(*tail_sizes(config)),
+        dense_rows=ranges.tail_rows(*tail_and_query_block_sizes(config)),
     )
     assert_valid_plan(plan)
     return plan
 
 
-def random_peaked_qk(**input_sizes):
+def draw_peaked_qk(**input_sizes):
     """Return normal q and k times 2, so that attention is neither uniform nor on one block only.
 
-    ``input_sizes`` has arguments of `tiny.qkv`.
+    ``input_sizes`` has arguments of `tiny.draw_qkv`.
     """
-    q, k, _ = qkv(**input_sizes)
+    q, k, _ = draw_qkv(**input_sizes)
     return 2 * q, 2 * k
 
 
@@ -101,7 +101,7 @@ def arrange_in_layout(layout, q, k, align):
     return block_layout.queries(q), block_layout.keys(k), block_layout.ranges
 
 
-def random_topic_qk(
+def draw_topic_qk(
     device,
     length=8191,
     q_length=None,

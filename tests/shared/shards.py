@@ -1,7 +1,7 @@
 """Shard tensors across ranks, join shards, and compare gradients of ranks with one process."""
 
 import torch
-from tiny import tiny_model
+from tiny import make_tiny_model
 
 from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.packing import DocumentLength
@@ -70,7 +70,7 @@ def make_model(implementation, config=None, **model_fields):
 
     ``config`` is the CabConfig of the model; None: the default.
     """
-    model = tiny_model(**{"num_hidden_layers": 2, **model_fields})
+    model = make_tiny_model(**{"num_hidden_layers": 2, **model_fields})
     model.set_attn_implementation(implementation)
     if config is not None:
         model.config.cab_config = config.to_dict()

@@ -107,7 +107,7 @@ SPARSE_ASSIGNMENTS = (
 )
 
 
-def tiny_model(family="llama", model_class=None, **config_fields):
+def make_tiny_model(family="llama", model_class=None, **config_fields):
     """Return a random model in eval mode whose attention is far from uniform.
 
     Args:
@@ -129,26 +129,26 @@ def tiny_model(family="llama", model_class=None, **config_fields):
     return model
 
 
-def tiny_llava():
+def make_tiny_llava():
     """Return a random LLaVA model (CLIP image encoder and LLaMA), whose image token id is 2."""
     vision_fields = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     vision_fields |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**vision_fields),
-        text_config=tiny_model().config,
+        text_config=make_tiny_model().config,
         image_token_id=2,
     )
     return LlavaForConditionalGeneration(config).eval()
 
 
-def tokens(batch, length, seed=1):
+def draw_token_ids(batch, length, seed=1):
     """Return random token ids, int64 [batch, length]; special tokens (ids 0 to 2) do not occur."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB_SIZE, (batch, length), generator=generator)
 
 
-def qkv(
+def draw_qkv(
     batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **tensor_options
 ):
     """Return random q, k and v, [B, H, N, D] with the strides of [B, N, H, D].

@@ -134,7 +134,7 @@ def list_causal_types() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
 
 
-def tiny_config(model_type: str, **config_fields: Any) -> PreTrainedConfig:
+def make_tiny_config(model_type: str, **config_fields: Any) -> PreTrainedConfig:
     """Return a config with few layers and heads, a small vocabulary, and ``config_fields``."""
     config = _reduce_config(CONFIG_MAPPING[model_type](), config_fields)
     if hasattr(config, "is_decoder"):
@@ -143,11 +143,11 @@ def tiny_config(model_type: str, **config_fields: Any) -> PreTrainedConfig:
 
 
 def make_window_fields(model_type: str) -> dict[str, Any]:
-    """Return arguments of `tiny_config` that turn on sliding windows.
+    """Return arguments of `make_tiny_config` that turn on sliding windows.
 
     Returns {} if the type has no field for windows, or if its tiny config has windows already.
     """
-    config = tiny_config(model_type)
+    config = make_tiny_config(model_type)
     field_names = {field.name for field in dataclasses.fields(config)}
     config_values = vars(config)
     layer_types = set(config_values.get("layer_types") or ())
@@ -215,15 +215,15 @@ def _cycle_entries(layer_entries: list[Any] | tuple[Any, ...]) -> list[Any]:
     return [distinct_entries[layer % len(distinct_entries)] for layer in range(NUM_LAYERS)]
 
 
-def tiny_model(model_type: str, **config_fields: Any) -> PreTrainedModel:
-    """Return a random float32 model of `tiny_config` whose attention is far from uniform.
+def make_tiny_model(model_type: str, **config_fields: Any) -> PreTrainedModel:
+    """Return a random float32 model of `make_tiny_config` whose attention is far from uniform.
 
     With the default initialisation, attention is nearly uniform, and tests would not detect errors
     of attention in the logits.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)
-    config = _select_config(model_class, tiny_config(model_type, **config_fields))
+    config = _select_config(model_class, make_tiny_config(model_type, **config_fields))
     model = model_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for module in model.modules():

@@ -4,14 +4,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+from tiny import draw_token_ids, make_tiny_model
 
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 
 
 def make_lora_model(
-    target_modules, make_base_model=tiny_model, has_checkpointing=True, **lora_options
+    target_modules, make_base_model=make_tiny_model, has_checkpointing=True, **lora_options
 ):
     """Return a model in training mode with random LoRA adapters.
 
@@ -33,7 +33,7 @@ def make_lora_model(
 
 def make_batch(num_tokens, num_rows=1):
     """Return a batch of random tokens for `Objective`."""
-    ids = tokens(num_rows, num_tokens)
+    ids = draw_token_ids(num_rows, num_tokens)
     positions = torch.arange(num_tokens).expand(num_rows, -1)
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 

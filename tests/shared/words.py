@@ -1,6 +1,6 @@
 """Tiny tokenizers for needle tests, and a tiny saved model with a tokenizer."""
 
-from tiny import tiny_model
+from tiny import make_tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -68,6 +68,6 @@ def save_llama(folder):
     """Save a tiny LLaMA of two layers and its tokenizer in ``folder``; return the folder."""
     tokenizer = make_tokenizer()
     vocabulary_fields = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
-    tiny_model(num_hidden_layers=2, **vocabulary_fields).save_pretrained(folder)
+    make_tiny_model(num_hidden_layers=2, **vocabulary_fields).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -158,11 +158,11 @@ def render_table() -> str:
         "| prompts are | what makes a layer dense | model classes |",
         "| --- | --- | --- |",
     ]
-    prompt_order = ("sparse", "sparse or refused", "dense", "refused")
+    prompt_attention_order = ("sparse", "sparse or refused", "dense", "refused")
     for row_verdict in sorted(
         names_by_verdict,
         key=lambda row_verdict: (
-            prompt_order.index(row_verdict.prompt_attention),
+            prompt_attention_order.index(row_verdict.prompt_attention),
             -len(names_by_verdict[row_verdict]),
         ),
     ):

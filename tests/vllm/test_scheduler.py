@@ -81,7 +81,7 @@ class EngineOptions:
 
 
 @dataclass
-class Trace:
+class ScheduleTrace:
     """Record of the chunks into which a scheduler divided prompts.
 
     Attributes:
@@ -220,11 +220,11 @@ def is_vllm_chunk_end(scheduler, request, start, end):
 
 
 def schedule_all(scheduler, engine_options, arrivals):
-    """Schedule requests until all are finished, and return the `Trace`.
+    """Schedule requests until all are finished, and return the `ScheduleTrace`.
 
     ``arrivals`` lists (step of the arrival, prompt, number of tokens to generate) of all requests.
     """
-    trace, waiting_arrivals, num_idle_steps = Trace(), list(enumerate(arrivals)), 0
+    trace, waiting_arrivals, num_idle_steps = ScheduleTrace(), list(enumerate(arrivals)), 0
     while waiting_arrivals or scheduler.has_unfinished_requests():
         while waiting_arrivals and waiting_arrivals[0][1][0] <= trace.num_steps:
             request_index, (_, prompt, num_answer_tokens) = waiting_arrivals.pop(0)

@@ -9,11 +9,11 @@ def time_one_call_per_case():
     from cab_hf.eval.speed import timing
     from cab_hf.experiment import provenance
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("MAX_CASE_SECONDS", "WARM_UP_SECONDS"):
-            patch.setattr(timing, name, 0.0)
-        for name in ("WARM_UP_CALLS", "MIN_RUNS", "MAX_RUNS"):
-            patch.setattr(timing, name, 1)
+    with pytest.MonkeyPatch.context() as patch_context:
+        for constant_name in ("MAX_CASE_SECONDS", "WARM_UP_SECONDS"):
+            patch_context.setattr(timing, constant_name, 0.0)
+        for constant_name in ("WARM_UP_CALLS", "MIN_RUNS", "MAX_RUNS"):
+            patch_context.setattr(timing, constant_name, 1)
         # a commit during the tests must not change the provenance
-        patch.setattr(provenance, "git_commit", lambda: "0" * 40)
+        patch_context.setattr(provenance, "git_commit", lambda: "0" * 40)
         yield

@@ -16,8 +16,8 @@ from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, KeyRanges
 
-CASE = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
-CASE |= {"layout": "whole", "budget": 0.2}
+FORWARD_CASE = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
+FORWARD_CASE |= {"layout": "whole", "budget": 0.2}
 
 
 def measure_case(case, bench=None, **setting_fields):
@@ -30,9 +30,11 @@ def make_report_rows(samples):
     return Attention.rows(samples, {})
 
 
-def make_tiny_settings(**fields):
+def make_tiny_settings(**setting_fields):
     """Return settings of a layer with few heads and channels."""
-    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
+    return Settings(
+        device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **setting_fields
+    )
 
 
 def make_sample(length, ms, baselines=None, direction="forward", budget=0.1, **replaced_fields):
@@ -114,7 +116,9 @@ def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
 
 
 def test_graph_capture_error_is_reported():
-    row = measure_case(CASE, FakeBench("it waits"))  # the reason why a graph cannot be captured
+    row = measure_case(
+        FORWARD_CASE, FakeBench("it waits")
+    )  # the reason why a graph cannot be captured
     assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
     line = "| no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
     assert line in format_tables(Attention, make_report_rows([row]))
@@ -126,10 +130,10 @@ def test_sinks_are_included_in_time(monkeypatch, direction):
 
     def record_shape_and_apply_sinks(out, lse, sinks):
         sink_shapes.append(sinks.shape)
-        return reference.with_sinks(out, lse, sinks)
+        return reference.rescale_for_sinks(out, lse, sinks)
 
-    monkeypatch.setattr(layout, "with_sinks", record_shape_and_apply_sinks)
-    row = measure_case(CASE | {"direction": direction}, sinks=True)
+    monkeypatch.setattr(layout, "rescale_for_sinks", record_shape_and_apply_sinks)
+    row = measure_case(FORWARD_CASE | {"direction": direction}, sinks=True)
     assert row["attend_ms"] and not row["not_measured"]
     assert set(sink_shapes) == {(4,)}
 
@@ -144,7 +148,7 @@ def test_composite_engine_is_timed(monkeypatch, direction):
     composite_kernel = partial(call_kernel, reference.attention)
     engine = REFERENCE._replace(load=lambda: composite_kernel)
     monkeypatch.setitem(engines.ENGINES, "reference", (engine,))
-    row = measure_case(CASE | {"direction": direction})
+    row = measure_case(FORWARD_CASE | {"direction": direction})
     assert row["attend_ms"] and not row["not_measured"]
 
 
@@ -158,13 +162,13 @@ def test_composite_engine_is_timed(monkeypatch, direction):
     ids=["zeros", "other heads", "nan"],
 )
 def test_wrong_output_is_not_timed(monkeypatch, change_output, error):
-    attend = reference.attention
+    reference_attention = reference.attention
 
     def attend_with_changed_output(q, k, v, plan, **options):
-        return change_output(attend(q, k, v, plan, **options))
+        return change_output(reference_attention(q, k, v, plan, **options))
 
     monkeypatch.setattr(reference, "attention", attend_with_changed_output)
-    row = measure_case(CASE)
+    row = measure_case(FORWARD_CASE)
     assert row["attend_ms"] == row["total_ms"] == {}
     assert (
         error in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
@@ -182,17 +186,17 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
         def backward(ctx, gradient):
             return gradient.flip(-1)
 
-    attend = reference.attention
+    reference_attention = reference.attention
 
     def attend_with_wrong_gradient(q, k, v, plan, **options):
         # calls 1 and 2 are those of the engine; later calls compute the float32 reference
         attend_with_wrong_gradient.num_calls += 1
-        out = attend(q, k, v, plan, **options)
+        out = reference_attention(q, k, v, plan, **options)
         return WrongGradient.apply(out) if attend_with_wrong_gradient.num_calls < 3 else out
 
     attend_with_wrong_gradient.num_calls = 0
     monkeypatch.setattr(reference, "attention", attend_with_wrong_gradient)
-    row = measure_case(CASE | {"direction": "backward"})
+    row = measure_case(FORWARD_CASE | {"direction": "backward"})
     assert row["attend_ms"] == {}
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
@@ -200,7 +204,7 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 def test_exact_rows_equal_full_output():
     settings = make_tiny_settings()
     q, k, v = settings.draw_random_heads(300, 16, torch.device("cpu"), "qkv")
-    plan = settings.make_planner(CASE)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
+    plan = settings.make_planner(FORWARD_CASE)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
     full_output = REFERENCE.attention(q, k, v, plan, scale=0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
         exact_rows = dense.compute_exact_attention(
@@ -271,7 +275,7 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, has_fallback):
 
 
 @pytest.mark.parametrize(
-    ("points", "length", "message"),
+    ("lengths_and_ratios", "length", "message"),
     [
         # the ratio halves if the length doubles
         ([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on"),
@@ -282,16 +286,18 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, has_fallback):
     ],
     ids=["between two lengths", "last crossing", "at a length", "always", "never"],
 )
-def test_break_even_length_is_interpolated(points, length, message):
-    assert dense.find_break_even(points) == (None if length is None else pytest.approx(length))
-    rows = [{"length": length, "ratio": ratio} for length, ratio in points]
+def test_break_even_length_is_interpolated(lengths_and_ratios, length, message):
+    assert dense.find_break_even(lengths_and_ratios) == (
+        None if length is None else pytest.approx(length)
+    )
+    rows = [{"length": length, "ratio": ratio} for length, ratio in lengths_and_ratios]
     assert message in dense.describe_break_even(rows)
 
 
 def test_budgeted_config_has_max_density_and_zero_threshold():
-    config = make_tiny_settings().make_config_for_case(CASE)
+    config = make_tiny_settings().make_config_for_case(FORWARD_CASE)
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.2, 0.0, 0)
     assert (config.query_block, config.key_block) == (32, 16)
     settings = make_tiny_settings(cab=("mass_threshold=0.08", "typical_queries=4"))
-    config = settings.make_config_for_case(CASE)
+    config = settings.make_config_for_case(FORWARD_CASE)
     assert (config.mass_threshold, config.typical_queries) == (0.08, 4)

@@ -43,9 +43,11 @@ raise SystemExit(main(sys.argv[2:]))
 """
 
 
-def make_settings(**fields):
-    """Return settings of a short run; the keywords ``fields`` add or replace fields."""
-    return Settings(**{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **fields})
+def make_settings(**setting_fields):
+    """Return settings of a short run; the keywords ``setting_fields`` add or replace fields."""
+    return Settings(
+        **{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **setting_fields}
+    )
 
 
 @pytest.mark.slow
@@ -89,61 +91,61 @@ def measure_case(group, scheme, direction, apply_patch):
         direction: "forward" or "forward+backward".
         apply_patch: function of the group and a `pytest.MonkeyPatch`.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        apply_patch(group, patch)
+    with pytest.MonkeyPatch.context() as patch_context:
+        apply_patch(group, patch_context)
         case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
         return ContextParallel(make_settings(), RankGroup(group, group)).measure(case)
 
 
-def patch_output(group, patch):
+def patch_wrong_output(group, monkeypatch):
     """Add 1 to the output of "grouped" on rank 1."""
-    patch_scheme_output(patch, lambda out: out + group.rank())
+    patch_scheme_output(monkeypatch, lambda out: out + group.rank())
 
 
-def patch_gradient(group, patch):
+def patch_wrong_gradient(group, monkeypatch):
     """Halve the gradient of "grouped", but not its output."""
-    patch_scheme_output(patch, lambda out: out / 2 + out.detach() / 2)
+    patch_scheme_output(monkeypatch, lambda out: out / 2 + out.detach() / 2)
 
 
-def patch_scheme_output(patch, change_output):
+def patch_scheme_output(monkeypatch, change_output):
     """Replace the scheme "grouped" by one that applies ``change_output`` to its output."""
 
     def attend(q, k, v, **settings):
         out, lse = distributed.zigzag_attention(q, k, v, **settings)
         return change_output(out), lse
 
-    patch.setitem(context_parallel.SCHEMES, "grouped", context_parallel.Scheme(attend))
+    monkeypatch.setitem(context_parallel.SCHEMES, "grouped", context_parallel.Scheme(attend))
 
 
-def patch_engine(group, patch):
+def patch_other_engine(group, monkeypatch):
     """Make `engines.choose` return a GPU engine, whose log-sum-exp has no gradient."""
-    patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
+    monkeypatch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 
-def patch_inputs(group, patch):
+def patch_out_of_memory(group, monkeypatch):
     """Make the allocation of the inputs raise an out-of-memory error."""
 
     def raise_out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB. GPU 0")
 
-    patch.setattr(Settings, "draw_random_heads", raise_out_of_memory)
+    monkeypatch.setattr(Settings, "draw_random_heads", raise_out_of_memory)
 
 
 @pytest.mark.parametrize(
     ("scheme", "direction", "apply_patch", "error"),
     [
-        pytest.param("grouped", FORWARD, patch_output, "wrong by", id="output"),
+        pytest.param("grouped", FORWARD, patch_wrong_output, "wrong by", id="output"),
         pytest.param(
-            "grouped", FORWARD_BACKWARD, patch_gradient, "the gradient of q", id="gradient"
+            "grouped", FORWARD_BACKWARD, patch_wrong_gradient, "the gradient of q", id="gradient"
         ),
         pytest.param(
             "ring",
             FORWARD_BACKWARD,
-            patch_engine,
+            patch_other_engine,
             "must have gradients of its log-sum-exp",
             id="no-gradient",
         ),
-        pytest.param("grouped", FORWARD, patch_inputs, "out of memory", id="memory"),
+        pytest.param("grouped", FORWARD, patch_out_of_memory, "out of memory", id="memory"),
     ],
 )
 def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, apply_patch, error):
@@ -241,9 +243,9 @@ def test_failing_rank_fails_all_ranks(ranks, failing_ranks, expected):
 
 
 def test_rows_by_hand():
-    def make_sample(scheme, length, ms, world=2, **result):
+    def make_sample(scheme, length, ms, world_size=2, **result):
         empty_fields = dict.fromkeys((*ContextParallel.RESULT_FIELDS, "error"))
-        case = {"world": world, "length": length, "direction": FORWARD, "scheme": scheme}
+        case = {"world": world_size, "length": length, "direction": FORWARD, "scheme": scheme}
         return {**empty_fields, **case, "ms": ms, **result}
 
     samples = [
@@ -279,11 +281,11 @@ def test_single_rank_measures_baselines(single_process_group, tmp_path):
 def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
     monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
     lengths = []
-    attend = context_parallel.BenchCase.attend
+    original_attend = context_parallel.BenchCase.attend
 
     def record_length_and_attend(self, q, k, v):
         lengths.append(self.length)
-        return attend(self, q, k, v)
+        return original_attend(self, q, k, v)
 
     monkeypatch.setattr(context_parallel.BenchCase, "attend", record_length_and_attend)
     experiment = ContextParallel(make_settings(), RankGroup())

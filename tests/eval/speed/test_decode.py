@@ -37,8 +37,8 @@ TINY_OPTIONS = [
 TINY_OPTIONS = [*map(str, TINY_OPTIONS), "--seconds", "0", "--steps", "2"]
 
 
-def make_tiny_settings(**fields):
-    """Return settings of a tiny model and one case; ``fields`` replaces fields."""
+def make_tiny_settings(**setting_fields):
+    """Return settings of a tiny model and one case; ``setting_fields`` replaces fields."""
     case_fields = {
         "lengths": (600,),
         "batches": (2,),
@@ -46,7 +46,7 @@ def make_tiny_settings(**fields):
         "steps": 3,
         "seconds": 0.0,
     }
-    return Settings(device="cpu", **{**TINY_SIZES, **case_fields, **fields})
+    return Settings(device="cpu", **{**TINY_SIZES, **case_fields, **setting_fields})
 
 
 def make_step(settings):
@@ -72,13 +72,13 @@ def test_dense_baselines_of_cpu_are_timed(kernel_name):
 def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     step = make_step(make_tiny_settings())
 
-    def kernel(q, k, v, softmax_scale, cache_seqlens, causal):
+    def fake_flash_attn(q, k, v, softmax_scale, cache_seqlens, causal):
         assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
         assert k.data_ptr() == step.k.data_ptr() and cache_seqlens.tolist() == [600, 600]
         return step.expected_out.transpose(1, 2), "log-sum-exp"
 
     module = ModuleType("flash_attn_interface")
-    module.flash_attn_with_kvcache = kernel
+    module.flash_attn_with_kvcache = fake_flash_attn
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
     torch.testing.assert_close(decode.DENSE_KERNELS["FA3"](step)(), step.expected_out)
@@ -102,7 +102,7 @@ def test_bytes_of_cab_step_by_hand():
     assert (row["ms"], row["index_ms"], row["choose_ms"], row["attend_ms"]) == (2.0,) * 4
     assert 64 <= row["kept"] <= 192 and 0.2 < row["mass"] < 1
     step = make_step(settings)
-    channels = decode.llama_channels(16)
+    channels = decode.slow_channels_of_llama(16)
     index_bytes = ops.index_keys(step.k, channels).nbytes
     # the step loads the index, and K and V of the selected keys
     batch_times_heads = 2 * 2
@@ -130,11 +130,11 @@ def test_step_writes_index_of_new_key(monkeypatch):
 
 
 def test_wrong_cab_step_is_not_timed(monkeypatch):
-    attend = ops.attend
+    original_attend = ops.attend
 
     def attend_wrongly_to_selected_keys(q, k, v, choice, **options):
         v = v if choice.to_mask().all() else v.roll(1, dims=2)
-        return attend(q, k, v, choice, **options)
+        return original_attend(q, k, v, choice, **options)
 
     monkeypatch.setattr(ops, "attend", attend_wrongly_to_selected_keys)
     row = measure_sample(Decode, make_tiny_settings(), ATTENTION_CASE)
@@ -189,11 +189,17 @@ def test_cab_is_compared_with_fastest_dense_kernel():
 
         ``attention_name`` is the name of the kernel or implementation.
         """
-        part = "model" if mode else "attention"
-        case = {"part": part, "length": 1000, "batch": batch, "way": attention_name, "mode": mode}
-        fields = dict.fromkeys((*Decode.COPIED_SETTINGS, *Decode.RESULT_FIELDS, "error"))
-        fields |= {} if mode else {"bytes": 2e6, "bandwidth": 1000.0}
-        return case | {"budget": budget} | fields | {"ms": ms}
+        benchmark_part = "model" if mode else "attention"
+        case = {
+            "part": benchmark_part,
+            "length": 1000,
+            "batch": batch,
+            "way": attention_name,
+            "mode": mode,
+        }
+        result_fields = dict.fromkeys((*Decode.COPIED_SETTINGS, *Decode.RESULT_FIELDS, "error"))
+        result_fields |= {} if mode else {"bytes": 2e6, "bandwidth": 1000.0}
+        return case | {"budget": budget} | result_fields | {"ms": ms}
 
     samples = [
         make_sample("SDPA", 8.0),

@@ -14,13 +14,15 @@ from cab_hf.eval.speed import dense, timing
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.eval.speed.timing import Timing
 
-CASE = {"length": 256, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
-CASE |= {"layout": "whole", "budget": 0.2}
+FORWARD_CASE = {"length": 256, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
+FORWARD_CASE |= {"layout": "whole", "budget": 0.2}
 
 
-def make_tiny_settings(**fields):
+def make_tiny_settings(**setting_fields):
     """Return settings of a layer with few heads and channels."""
-    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
+    return Settings(
+        device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **setting_fields
+    )
 
 
 def test_first_capture_error_is_reported():
@@ -79,14 +81,14 @@ def test_ratio_uses_preferred_or_fastest_baseline(baseline_ms, expected_name):
 
 
 def test_wrong_dense_kernel_is_not_measured(monkeypatch):
-    attend = dense.CPU_BASELINES["SDPA"].load_kernel()
+    sdpa_attend = dense.CPU_BASELINES["SDPA"].load_kernel()
 
     def attend_with_keys_and_values_swapped(q, k, v, scale):
-        return attend(q, v.expand_as(k), k, scale)
+        return sdpa_attend(q, v.expand_as(k), k, scale)
 
     wrong_baseline = dense.Baseline(lambda: attend_with_keys_and_values_swapped)
     monkeypatch.setattr(dense, "CPU_BASELINES", {"bad": wrong_baseline})
-    row = measure_sample(Attention, make_tiny_settings(), CASE, timing.Bench("cpu"))
+    row = measure_sample(Attention, make_tiny_settings(), FORWARD_CASE, timing.Bench("cpu"))
     assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
 
 
@@ -115,7 +117,7 @@ def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_p
 
 
 def test_flash_attn_functions_get_token_major_views(monkeypatch):
-    def kernel(q, k, v, softmax_scale, causal):
+    def fake_flash_attn(q, k, v, softmax_scale, causal):
         assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
         assert q.is_contiguous() and causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -123,7 +125,7 @@ def test_flash_attn_functions_get_token_major_views(monkeypatch):
         return out.transpose(1, 2), "log-sum-exp"
 
     module = ModuleType("flash_attn_interface")
-    module.flash_attn_func = kernel
+    module.flash_attn_func = fake_flash_attn
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
     q, k, v = make_tiny_settings().draw_random_heads(300, 16, torch.device("cpu"), "qkv")

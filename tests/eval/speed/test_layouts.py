@@ -16,18 +16,20 @@ from cab_hf.ops import reference
 FORCED_BLOCK_ASSIGNMENTS = ("local_blocks=1", "dense_tail_blocks=0")
 
 
-def make_tiny_settings(**fields):
+def make_tiny_settings(**setting_fields):
     """Return settings of a layer with few heads and channels, and a batch of two."""
     shape_fields = {"heads": 4, "kv_heads": 2, "head_dims": (16,), "batch": 2, "seconds": 0.0}
-    return Settings(device="cpu", cab=FORCED_BLOCK_ASSIGNMENTS, **{**shape_fields, **fields})
+    return Settings(
+        device="cpu", cab=FORCED_BLOCK_ASSIGNMENTS, **{**shape_fields, **setting_fields}
+    )
 
 
-def measure_case(layout, **fields):
-    """Return the result record of a case with this layout; ``fields`` override the case."""
+def measure_case(layout, **replaced_fields):
+    """Return the result record of a case with this layout and with ``replaced_fields``."""
     case_fields = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
     settings = make_tiny_settings(layouts=(layout,), directions=("forward",))
     return measure_sample(
-        Attention, settings, {**case_fields, "layout": layout, "budget": 0.3, **fields}
+        Attention, settings, {**case_fields, "layout": layout, "budget": 0.3, **replaced_fields}
     )
 
 
@@ -39,27 +41,33 @@ def draw_sequences(layout, batch, length):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_lengths_are_between_half_and_full_length(layout):
     sequences = draw_sequences(layout, batch=3, length=200)
-    *other_lengths, last_length = sequences.lengths
+    *other_lengths, last_length = sequences.sequence_lengths
     assert all(100 <= length <= 200 for length in other_lengths) and last_length <= 200
-    assert sequences.cu_seqlens.tolist()[-1] == sum(sequences.lengths)
+    assert sequences.cu_seqlens.tolist()[-1] == sum(sequences.sequence_lengths)
     if layout == PACKED_LAYOUT:
-        assert (sequences.num_rows, sequences.num_slots, sum(sequences.lengths)) == (1, 600, 600)
+        assert (sequences.num_rows, sequences.num_slots, sum(sequences.sequence_lengths)) == (
+            1,
+            600,
+            600,
+        )
         starts = [start for _, start, _ in sequences.spans]
         assert starts == sequences.cu_seqlens.tolist()[:-1]
     else:
         assert (sequences.num_rows, sequences.num_slots, len(sequences.spans)) == (3, 200, 3)
         assert all(stop == 200 for _, _, stop in sequences.spans)
-        assert (sequences.lengths == [200] * 3) == (layout == WHOLE_LAYOUT)
+        assert (sequences.sequence_lengths == [200] * 3) == (layout == WHOLE_LAYOUT)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mask_equals_key_ranges(layout):
     sequences = draw_sequences(layout, batch=2, length=40)
-    num_slots, ranges = sequences.num_slots, sequences.ranges
+    num_slots, key_ranges = sequences.num_slots, sequences.key_ranges
     mask = sequences.make_mask().dense_mask(0, num_slots, 0, num_slots, "cpu")[:, 0]
     key_index = torch.arange(num_slots)
-    is_in_range = (key_index >= ranges.start[..., None]) & (key_index <= ranges.end[..., None])
-    is_real = ranges.end >= 0
+    is_in_range = (key_index >= key_ranges.start[..., None]) & (
+        key_index <= key_ranges.end[..., None]
+    )
+    is_real = key_ranges.end >= 0
     assert torch.equal(mask.expand_as(is_in_range)[is_real], is_in_range[is_real])
 
 
@@ -118,16 +126,16 @@ def test_selection_and_attention_are_timed_in_every_layout(layout):
     assert row["predict_ms"] == row["attend_ms"]["reference"] == 2.0
     assert row["total_eager_ms"]["reference"] == 3.0 and 0.2 < row["density"] < 0.5
     sequences = draw_sequences(layout, batch=2, length=192)
-    assert row["causal_pairs"] == sum(length**2 for length in sequences.lengths) // 2
+    assert row["causal_pairs"] == sum(length**2 for length in sequences.sequence_lengths) // 2
     (report_row,) = Attention.rows([row], {})
     assert report_row["ratio"] == 1.0
 
 
 def test_wrong_engine_with_padding_is_not_timed(monkeypatch):
-    attend = reference.attention
+    reference_attention = reference.attention
 
     def attend_with_other_heads(q, k, v, plan, **options):
-        return attend(q, k, v, plan, **options).roll(1, dims=1)
+        return reference_attention(q, k, v, plan, **options).roll(1, dims=1)
 
     monkeypatch.setattr(reference, "attention", attend_with_other_heads)
     row = measure_case(PADDED_LAYOUT)

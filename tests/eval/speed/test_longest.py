@@ -26,7 +26,7 @@ def make_case(length, implementation="cab-always"):
     return {**case, "world": 1, "sought": False}
 
 
-class GpuBench(FakeBench):
+class FakeGpuBench(FakeBench):
     """A fake timer of a GPU with ``limit_mib`` MiB of memory; n tokens need 100 + n / 2 MiB."""
 
     def __init__(self, limit_mib=500.0):
@@ -44,7 +44,7 @@ class GpuBench(FakeBench):
         return 500.0 / 1024
 
 
-def make_settings(length, implementations=("cab-always",), **fields):
+def make_settings(length, implementations=("cab-always",), **setting_fields):
     """Return settings of a tiny model and one length, in chunks of 64 tokens."""
     case_fields = {
         "lengths": (length,),
@@ -52,7 +52,7 @@ def make_settings(length, implementations=("cab-always",), **fields):
         "cab": SMALL_BLOCK_ASSIGNMENTS,
         "implementations": implementations,
     }
-    return Settings(device="cpu", **case_fields, **TINY_MODEL_SIZES, **fields)
+    return Settings(device="cpu", **case_fields, **TINY_MODEL_SIZES, **setting_fields)
 
 
 def run_search(
@@ -68,7 +68,7 @@ def run_search(
     Args:
         tmp_path: folder of the results.
         monkeypatch: fixture of pytest.
-        bench: a `GpuBench`; None if nothing is measured.
+        bench: a `FakeGpuBench`; None if nothing is measured.
         implementations: value of --implementations.
         estimated_tokens: estimated longest prompt, in tokens; 0 for no estimate.
         should_draw_figure: True to draw the figure.
@@ -91,10 +91,13 @@ def run_search(
 @pytest.mark.parametrize("length", [192, 200])
 def test_chunked_prompt_logits_equal_whole_prompt(length):
     settings = make_settings(length, max_density=("1.0",))
-    with model.prepare_prefill(settings, length, "sdpa") as (call, *_):
-        expected_logits = call().logits
-    with model.prepare_prefill(settings, length, "cab-always", settings.chunk) as (call, *_):
-        output = call()
+    with model.prepare_prefill(settings, length, "sdpa") as (prefill_call, *_):
+        expected_logits = prefill_call().logits
+    with model.prepare_prefill(settings, length, "cab-always", settings.chunk) as (
+        prefill_call,
+        *_,
+    ):
+        output = prefill_call()
     torch.testing.assert_close(output.logits, expected_logits)
     assert output.logits.shape == (1, 1, settings.vocab)
     cache = output.past_key_values
@@ -104,19 +107,21 @@ def test_chunked_prompt_logits_equal_whole_prompt(length):
 
 
 def test_random_model_is_cached():
-    settings, bench = make_settings(192), GpuBench()
-    models = []
-    bench.available_gib = lambda: models.append(model.make_random_model(settings)) or 500.0 / 1024
+    settings, bench = make_settings(192), FakeGpuBench()
+    loaded_models = []
+    bench.available_gib = lambda: (
+        loaded_models.append(model.make_random_model(settings)) or 500.0 / 1024
+    )
     measure_sample(Ttft, settings, make_case(192), bench)
     with model.prepare_prefill(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN_VARIANT):
-        models.append(model.make_random_model(settings, model.PLAIN_VARIANT))
-    assert len({id(cached_model) for cached_model in models}) == 1
+        loaded_models.append(model.make_random_model(settings, model.PLAIN_VARIANT))
+    assert len({id(cached_model) for cached_model in loaded_models}) == 1
 
 
 def test_longest_row_by_hand():
     settings = make_settings(192)
     case = make_case(192)
-    (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
+    (row,) = Ttft.rows([measure_sample(Ttft, settings, case, FakeGpuBench())], {})
     assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.compute_cache_gib(192)
@@ -135,14 +140,14 @@ def test_longest_row_by_hand():
 )
 def test_search_runs_longest_length(tmp_path, monkeypatch, limit_mib, fits_by_length):
     rows = run_search(
-        tmp_path, monkeypatch, GpuBench(limit_mib), should_draw_figure=limit_mib == 430.0
+        tmp_path, monkeypatch, FakeGpuBench(limit_mib), should_draw_figure=limit_mib == 430.0
     )
     assert {row["length"]: row["fits"] for row in rows if row["sought"]} == fits_by_length
     assert [row["length"] for row in rows] == sorted({256, 512, *fits_by_length})
     for row in rows:
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
     (sentence,) = Ttft.summary_sentences(rows)
-    longest_length = max(length for length, fits in fits_by_length.items() if fits)
+    longest_length = max(length for length, is_fitting in fits_by_length.items() if is_fitting)
     assert sentence.startswith(f"{longest_length} tokens are the longest")
     assert f"{longest_length + 64} tokens do not fit" in sentence
     # the second run measures nothing
@@ -150,7 +155,7 @@ def test_search_runs_longest_length(tmp_path, monkeypatch, limit_mib, fits_by_le
 
 
 def test_search_starts_near_estimate(tmp_path, monkeypatch):
-    rows = run_search(tmp_path, monkeypatch, GpuBench(), estimated_tokens=900)
+    rows = run_search(tmp_path, monkeypatch, FakeGpuBench(), estimated_tokens=900)
     # the search starts at .9 and 1.1 of the estimate, rounded down to multiples of 64
     assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960]
     (sentence,) = Ttft.summary_sentences(rows)
@@ -161,18 +166,20 @@ def test_whole_prompt_estimate_equals_fits():
     settings = make_settings(200, max_density=("1.0",))
     settings = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
     experiment = Ttft(settings)
-    experiment.bench = GpuBench()
+    experiment.bench = FakeGpuBench()
     memory_model = MemoryModel.from_config(model.make_model_config(settings))
     expected = memory_model.find_longest_prompt(500 * 2**20, None, "dynamic")
     assert 0 < experiment.estimate_tokens("cab") <= expected < experiment.estimate_tokens("sdpa")
     case = make_case(200, "cab")
-    (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
+    (row,) = Ttft.rows([measure_sample(Ttft, settings, case, FakeGpuBench())], {})
     assert row["estimate"] == experiment.estimate_tokens("cab") and row["error"] is None
 
 
 def test_search_covers_every_implementation(tmp_path, monkeypatch):
     implementations = ["cab_dense", "cab"]
-    rows = run_search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(implementations))
+    rows = run_search(
+        tmp_path, monkeypatch, FakeGpuBench(), implementations=",".join(implementations)
+    )
     sentences = [line for line in Ttft.summary_sentences(rows) if "are the longest" in line]
     for implementation, sentence in zip(implementations, sentences, strict=True):
         fitting_lengths = [
@@ -183,7 +190,7 @@ def test_search_covers_every_implementation(tmp_path, monkeypatch):
 
 
 def test_other_errors_end_the_search(tmp_path, monkeypatch):
-    class BenchWithWrongKernel(GpuBench):
+    class BenchWithWrongKernel(FakeGpuBench):
         def time_runs(self, call, num_runs, before_run=None):
             ms, peak_gib = super().time_runs(call, num_runs)
             if peak_gib > 400 / 1024:

@@ -25,21 +25,21 @@ from cab_hf.finetune.offload import Offload
 SMALL_BLOCK_ASSIGNMENTS = (*SMALL_BLOCK_ASSIGNMENTS, "min_length=0")
 # fields of a case of one process
 ONE_PROCESS_FIELDS = {"spread": "alone", "world": 1, "sought": False}
-CASE = {"length": 192, "implementation": "cab", **ONE_PROCESS_FIELDS}
+CAB_CASE = {"length": 192, "implementation": "cab", **ONE_PROCESS_FIELDS}
 
 
-def make_tiny_settings(**fields):
-    """Return settings of a tiny model; ``fields`` replaces fields."""
-    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **fields})
+def make_tiny_settings(**setting_fields):
+    """Return settings of a tiny model; ``setting_fields`` replaces fields."""
+    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **setting_fields})
 
 
 def test_step_lowers_loss_and_clears_gradients():
     settings = make_tiny_settings(lengths=(64,), vocab=32)
     train_state, batch = lora.make_train_state(settings), lora.make_batch(settings, 64)
-    with lora.prepare_training(settings, 64, "sdpa") as (call, _):
+    with lora.prepare_training(settings, 64, "sdpa") as (step_call, _):
         loss_before = train_state.objective(batch).item()
         for _ in range(20):
-            call(64)
+            step_call(64)
         assert train_state.objective(batch).item() < loss_before - 0.01
     trainable_parameters = train_state.trainable_parameters
     assert (
@@ -70,7 +70,7 @@ def test_operations_by_hand():
 
 def test_lora_row_by_hand(monkeypatch):
     settings = make_tiny_settings(lengths=(192,), cab=SMALL_BLOCK_ASSIGNMENTS)
-    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
+    row = measure_sample(LoraStep, settings, CAB_CASE, WallTimeBench())
     cost = lora.make_train_state(settings).cost
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
@@ -79,7 +79,7 @@ def test_lora_row_by_hand(monkeypatch):
     assert row["tflops"] == pytest.approx(flops / 0.5 / 1e12)
     # warm-up steps do not change the density
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
-    second_row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
+    second_row = measure_sample(LoraStep, settings, CAB_CASE, WallTimeBench())
     assert second_row["density"] == pytest.approx(row["density"])
 
 
@@ -89,10 +89,10 @@ def test_long_step_uses_tiles_and_offload():
     )
     tile_lengths = []
     mlp = model.make_random_model(settings).model.layers[0].mlp
-    handle = mlp.act_fn.register_forward_hook(
+    hook_handle = mlp.act_fn.register_forward_hook(
         lambda _, inputs, __: tile_lengths.append(inputs[0].shape[1])
     )
-    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
+    row = measure_sample(LoraStep, settings, CAB_CASE, WallTimeBench())
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
     # the layer runs forward and again for recomputation, in the warm-up and in the timed step
     assert sorted(tile_lengths) == sorted([50, 50, 50, 42] * 4)
@@ -100,8 +100,8 @@ def test_long_step_uses_tiles_and_offload():
     settings = make_tiny_settings(
         lengths=(192,), cab=SMALL_BLOCK_ASSIGNMENTS, tile_tokens=0, offload_layers=0
     )
-    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
-    handle.remove()
+    row = measure_sample(LoraStep, settings, CAB_CASE, WallTimeBench())
+    hook_handle.remove()
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
 
@@ -171,12 +171,12 @@ def test_lora_run_of_two_ranks(tmp_path):
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
-    names = ("sdpa", "cab_dense", "cab")
+    implementation_names = ("sdpa", "cab_dense", "cab")
     # sdpa has no context parallelism
     expected = [
         (spread, name)
         for spread in PARALLELISMS
-        for name in (names[1:] if spread == "cp" else names)
+        for name in (implementation_names[1:] if spread == "cp" else implementation_names)
     ]
     assert [(row["spread"], row["implementation"]) for row in rows] == expected
     assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
@@ -205,20 +205,20 @@ def test_single_rank_is_refused(single_process_group, tmp_path):
 
 
 def test_efficiency_compares_with_one_rank_of_same_length():
-    def make_sample(length, implementation, spread, *, world, ms):
+    def make_sample(length, implementation, spread, *, world_size, ms):
         case_fields = {"length": length, "implementation": implementation}
-        case_fields |= {"spread": spread, "world": world}
+        case_fields |= {"spread": spread, "world": world_size}
         return {**LoraStep.ADDED_DEFAULTS, **case_fields, "ms": ms, "density": 1.0, "ceiling": 1.0}
 
     rows = LoraStep.rows(
         [
-            make_sample(1000, "cab", "alone", world=1, ms=100.0),
-            make_sample(1000, "cab_dense", "alone", world=1, ms=200.0),
-            make_sample(2000, "cab", "alone", world=1, ms=400.0),
-            make_sample(1000, "cab", "ddp", world=2, ms=125.0),
-            make_sample(2000, "cab", "cp", world=2, ms=250.0),
-            make_sample(2000, "cab_dense", "cp", world=2, ms=1000.0),
-            make_sample(1000, "cab", "fsdp2", world=4, ms=160.0),
+            make_sample(1000, "cab", "alone", world_size=1, ms=100.0),
+            make_sample(1000, "cab_dense", "alone", world_size=1, ms=200.0),
+            make_sample(2000, "cab", "alone", world_size=1, ms=400.0),
+            make_sample(1000, "cab", "ddp", world_size=2, ms=125.0),
+            make_sample(2000, "cab", "cp", world_size=2, ms=250.0),
+            make_sample(2000, "cab_dense", "cp", world_size=2, ms=1000.0),
+            make_sample(1000, "cab", "fsdp2", world_size=4, ms=160.0),
         ],
         {},
     )
@@ -231,8 +231,8 @@ def test_efficiency_compares_with_one_rank_of_same_length():
     # one rank was not measured at this length
     assert row_by_case["cp", "cab_dense", 2000]["efficiency"] is None
     assert (cp_row["baseline"], cp_row["over_best"]) == ("cab_dense", 4.0)
-    expected_part = "on 2 ranks by cp cab is 4.00× as fast as cab_dense"
-    assert any(expected_part in sentence for sentence in LoraStep.summary_sentences(rows))
+    expected_text = "on 2 ranks by cp cab is 4.00× as fast as cab_dense"
+    assert any(expected_text in sentence for sentence in LoraStep.summary_sentences(rows))
 
 
 @pytest.mark.parametrize("max_length", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
@@ -247,7 +247,7 @@ def test_next_length_finds_longest_that_fits(max_length, measured_lengths, likel
         assert length % 64 == 0 and length > 0 and length not in fits_by_length
         fits_by_length[length] = length <= max_length
     assert length is None
-    fitting_lengths = [length for length, fits in fits_by_length.items() if fits]
+    fitting_lengths = [length for length, is_fitting in fits_by_length.items() if is_fitting]
     assert max(fitting_lengths, default=0) // 64 == max_length // 64
 
 
@@ -308,7 +308,7 @@ def test_qlora_step_packs_weights_in_four_bits():
         packed_weight.data, packed_weight.quant_state
     )
     assert (unpacked_weight - plain_layer.weight).abs().max() < 0.2 * plain_layer.weight.abs().max()
-    row = measure_sample(LoraStep, settings, CASE | {"length": 96}, WallTimeBench())
+    row = measure_sample(LoraStep, settings, CAB_CASE | {"length": 96}, WallTimeBench())
     assert row["error"] is None and row["fits"]
     lora.make_train_state.cache_clear()
     model.clear_model_cache()
@@ -323,6 +323,6 @@ def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
 
     monkeypatch.setattr(lora, "train_step", raise_out_of_memory)
     settings = make_tiny_settings(lengths=(192,), cab=SMALL_BLOCK_ASSIGNMENTS)
-    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
+    row = measure_sample(LoraStep, settings, CAB_CASE, WallTimeBench())
     assert row["fits"] is False and row["error"].startswith("out of memory")
     assert all(p.grad is None for p in lora.make_train_state(settings).trainable_parameters)

@@ -22,8 +22,8 @@ from cab_hf.experiment import provenance
 from cab_hf.experiment.log import read_file, read_log
 from cab_hf.experiment.settings import read_settings
 
-RESULTS = Path(__file__).parents[3] / "eval" / "results"
-LOAD_SDPA = dense.CPU_BASELINES["SDPA"].load_kernel
+RESULTS_FOLDER = Path(__file__).parents[3] / "eval" / "results"
+LOAD_SDPA_KERNEL = dense.CPU_BASELINES["SDPA"].load_kernel
 HEAD_OPTIONS = "--heads 4 --kv-heads 2"
 # few forced blocks, so that blocks of 192 tokens can be skipped
 BLOCK_OPTIONS = (
@@ -31,7 +31,7 @@ BLOCK_OPTIONS = (
 )
 
 
-def check_attention(rows):
+def check_attention_rows(rows):
     """Check the rows of ``speed attention``."""
     row_keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
     assert row_keys == list(product(("forward", "backward"), (0.2, 1.0), (192, 384)))
@@ -43,7 +43,7 @@ def check_attention(rows):
         assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
 
 
-def check_ttft(
+def check_ttft_rows(
     rows, sparse_implementation="cab-always", implementations=("sdpa", "SDPA", "cab", "cab-always")
 ):
     """Check the rows of ``speed ttft``: only ``sparse_implementation`` skips blocks."""
@@ -55,12 +55,12 @@ def check_ttft(
         assert (row["density"] < 1) == (row["ceiling"] > 1) == is_sparse
 
 
-def check_lora(rows):
+def check_lora_rows(rows):
     """Check the rows of ``speed lora``."""
-    check_ttft(rows, sparse_implementation="cab", implementations=("sdpa", "SDPA", "cab"))
+    check_ttft_rows(rows, sparse_implementation="cab", implementations=("sdpa", "SDPA", "cab"))
 
 
-def check_serve(rows):
+def check_serve_rows(rows):
     """Check the rows of ``speed serve``."""
     assert [row["density"] < 1 for row in rows] == [False, False, True]
     for row in rows:
@@ -77,15 +77,15 @@ def check_serve(rows):
         (
             "attention",
             f"{HEAD_OPTIONS} --head-dims 16 --seconds 0 --densities 0.2,1 --lengths 192,384",
-            check_attention,
+            check_attention_rows,
             8,
         ),
-        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCK_OPTIONS}", check_ttft, 8),
+        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCK_OPTIONS}", check_ttft_rows, 8),
         pytest.param(
             "serve",
             "--layers 1 --lengths 96,192 --requests 2,192:1 --batch-tokens 64 --new-tokens 4 "
             f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCK_OPTIONS}",
-            check_serve,
+            check_serve_rows,
             3,
             marks=NEEDS_SERVING,
         ),
@@ -93,7 +93,7 @@ def check_serve(rows):
             "lora",
             f"--layers 1 --lengths 96,192 --runs 1 --max-density 0.2 {BLOCK_OPTIONS} "
             "--cab min_length=0",
-            check_lora,
+            check_lora_rows,
             6,
         ),
     ],
@@ -134,7 +134,7 @@ def test_ops_are_listed_and_unknown_ones_refused(capsys):
         (
             dense,
             "CPU_BASELINES",
-            {"SDPA": dense.Baseline(LOAD_SDPA, lambda: "SDPA 9")},
+            {"SDPA": dense.Baseline(LOAD_SDPA_KERNEL, lambda: "SDPA 9")},
             "baselines",
         ),
     ],
@@ -169,7 +169,7 @@ EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 # folder of a committed run -> True if the command was removed
 IS_ARCHIVED_BY_FOLDER = {
     folder: read_provenance(folder)["experiment"] in REMOVED_COMMANDS
-    for folder in RESULTS.glob("speed-*")
+    for folder in RESULTS_FOLDER.glob("speed-*")
 }
 
 
@@ -203,9 +203,9 @@ def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
         "worlds": [],
         **json.loads(json.dumps(experiment(settings).recorded_settings())),
     }
-    for name, default in REMOVED_OPTIONS.items():
+    for name, default_value in REMOVED_OPTIONS.items():
         if name not in recorded_settings:
-            assert provenance["settings"].pop(name, default) == default
+            assert provenance["settings"].pop(name, default_value) == default_value
     # compare the options and fields that the committed run and today's code have
     recorded_settings = {name: recorded_settings[name] for name in provenance["settings"]}
     committed_config, current_config = (
@@ -239,13 +239,13 @@ def test_archived_results_render_their_report(folder):
         line for line in experiment.summary_sentences([]) if line.startswith("ArchivedRun: ")
     ]
     assert f"`{experiment.name}` was removed" in sentence
-    report_parts = [
+    expected_report_parts = [
         *experiment.tables([]).values(),
         *experiment.summary_sentences([]),
         experiment.notes({}),
         experiment.command,
     ]
-    assert all(part and part in report for part in report_parts)
+    assert all(part and part in report for part in expected_report_parts)
     assert experiment.command.startswith(f"```\npython -m cab_hf.eval {experiment.name}")
     with pytest.raises(ValueError, match="which was removed. Check out the commit"):
         render(folder)

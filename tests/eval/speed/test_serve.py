@@ -17,15 +17,15 @@ from cab_hf.eval.speed.model import make_random_model
 from cab_hf.eval.speed.serve import Request, Serve, Settings, make_trace, serve, summarise_requests
 
 
-def make_tiny_settings(**fields):
-    """Return settings of a tiny model and a short trace; ``fields`` replaces fields."""
+def make_tiny_settings(**setting_fields):
+    """Return settings of a tiny model and a short trace; ``setting_fields`` replaces fields."""
     trace_fields = {
         "lengths": (96, 192),
         "requests": ("2",),
         "cab": SMALL_BLOCK_ASSIGNMENTS,
         "warm_up": 1,
     }
-    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **trace_fields, **fields})
+    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **trace_fields, **setting_fields})
 
 
 def make_served_request(length, arrival_s, first_token_s, last_token_s):
@@ -124,9 +124,9 @@ def test_preempted_requests_are_counted():
 
 def make_sample(implementation, served_requests, error=None):
     """Return a sample of a run; ``served_requests`` is None if the run failed with ``error``."""
-    fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
-    fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
-    return {"implementation": implementation, "served": served_requests, **fields}
+    result_fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
+    result_fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
+    return {"implementation": implementation, "served": served_requests, **result_fields}
 
 
 def test_tables_without_served_request_show_errors():

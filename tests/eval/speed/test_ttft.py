@@ -26,17 +26,17 @@ BLOCK_OPTIONS = [
 ]
 
 
-def make_tiny_settings(**fields):
-    """Return settings of a tiny model; ``fields`` override the defaults."""
-    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **fields})
+def make_tiny_settings(**setting_fields):
+    """Return settings of a tiny model; ``setting_fields`` override the defaults."""
+    return Settings(device="cpu", **{**TINY_MODEL_SIZES, **setting_fields})
 
 
 def make_sample(length, implementation, ms, density=1.0, variant="plain"):
     """Return a sample of `Ttft`, the fields of a case and of its result, with a time of ``ms``."""
-    result = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
-    case = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
-    case["variant"] = variant
-    return {**Ttft.ADDED_DEFAULTS, **case, "ms": ms, "density": density, **result}
+    result_fields = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
+    case_fields = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
+    case_fields["variant"] = variant
+    return {**Ttft.ADDED_DEFAULTS, **case_fields, "ms": ms, "density": density, **result_fields}
 
 
 def test_operations_by_hand_are_those_of_the_model():
@@ -69,10 +69,10 @@ def test_implementations_have_equal_logits(implementation):
         cab=(*SMALL_BLOCK_ASSIGNMENTS[:2], "mass_threshold=0.0"),
         max_density=("1.0",),
     )
-    with model.prepare_prefill(settings, 70, "sdpa") as (call, *_):
-        expected = call().logits
-    with model.prepare_prefill(settings, 70, implementation) as (call, *_):
-        actual = call()
+    with model.prepare_prefill(settings, 70, "sdpa") as (prefill_call, *_):
+        expected = prefill_call().logits
+    with model.prepare_prefill(settings, 70, implementation) as (prefill_call, *_):
+        actual = prefill_call()
     torch.testing.assert_close(actual.logits, expected)
     assert actual.logits.shape == (1, 1, settings.vocab)
     assert actual.past_key_values.get_seq_length() == 70
@@ -114,8 +114,12 @@ def test_question_after_cache_is_routed_by_its_own_length(min_length, is_dense, 
     settings = make_tiny_settings(
         lengths=(70,), behind=90, cab=(*SMALL_BLOCK_ASSIGNMENTS, "min_length=16")
     )
-    with model.prepare_prefill(settings, 70, "cab", num_cached=90) as (call, attention_fields, _):
-        call()
+    with model.prepare_prefill(settings, 70, "cab", num_cached=90) as (
+        prefill_call,
+        attention_fields,
+        _,
+    ):
+        prefill_call()
         assert (attention_fields()["density"] == 1.0) is is_dense
 
 
@@ -202,13 +206,13 @@ def test_question_reuses_cropped_cache(implementation):
         output = llama(model.draw_random_tokens(settings, 70), past_key_values=cache)
     expected = output.logits[:, -1:]
     with model.prepare_prefill(settings, 70, implementation, num_cached=90) as (
-        call,
+        prefill_call,
         attention_fields,
         crop_cache,
     ):
         for _ in range(3):
             crop_cache()
-            output = call()
+            output = prefill_call()
             assert output.past_key_values.get_seq_length() == 160
             torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
         assert attention_fields()["density"] == 1
@@ -284,17 +288,17 @@ def prefill_on_rank(group, implementation, length):
     settings = make_tiny_settings(
         lengths=(length,), max_density=("0.2",), cab=SMALL_BLOCK_ASSIGNMENTS
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ttft, "WARM_UP_TOKENS", 512)
-        patch.setattr(ttft, "MAX_MLP_TOKENS", 100)
+    with pytest.MonkeyPatch.context() as patch_context:
+        patch_context.setattr(ttft, "WARM_UP_TOKENS", 512)
+        patch_context.setattr(ttft, "MAX_MLP_TOKENS", 100)
         with ttft.prepare_sharded_prefill(
             settings, length, implementation, RankGroup(group, group)
         ) as (
-            call,
+            prefill_call,
             attention_fields,
             _,
         ):
-            output = call()
+            output = prefill_call()
             num_cached_by_layer = [layer.keys.shape[2] for layer in output.past_key_values.layers]
             # a list, because other processes cannot receive inference tensors
             return (
@@ -310,8 +314,12 @@ def test_last_logits_equal_one_process(ranks, implementation, length):
     settings = make_tiny_settings(
         lengths=(length,), max_density=("0.2",), cab=SMALL_BLOCK_ASSIGNMENTS
     )
-    with model.prepare_prefill(settings, length, implementation) as (call, attention_fields, _):
-        expected_logits, density = call().logits, attention_fields()["density"]
+    with model.prepare_prefill(settings, length, implementation) as (
+        prefill_call,
+        attention_fields,
+        _,
+    ):
+        expected_logits, density = prefill_call().logits, attention_fields()["density"]
     results_by_rank = ranks.run(2, prefill_on_rank, implementation, length)
     # rank 0 has chunks 0 and 3 of four, and rank 1 has chunks 1 and 2. 600 tokens end in chunk 2
     last_rank = 0 if length == 1024 else 1
