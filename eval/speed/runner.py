@@ -162,7 +162,7 @@ class SpeedSettings:
                 f"device must be a CUDA device, got {device!r}, and torch finds none. Run it on a "
                 "machine with a GPU, or try tiny lengths with --device cpu."
             )
-        # `Speed.check` checks that the GPU with the given number exists
+        # `Speed.check_settings` checks that the GPU with the given number exists
         if not is_cuda:
             computing_device(device)
         self._set_option("device", device)
