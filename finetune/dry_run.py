@@ -31,6 +31,8 @@ BYTES_PER_4_BIT_WEIGHT = 0.52
 ShardingArguments = Mapping[str, Any]
 # tokens; the longest length in an error message is a multiple of this number
 LENGTH_STEP_TOKENS = 2**10
+# words of the report for the fields of `cost_model.StepMemory`, in their order
+MEMORY_USES = ("weights", "optimizer", "layers", "working", "checkpoints", "plans", "sharded")
 # options that save memory, the fastest first
 MEMORY_SAVING_OPTIONS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
@@ -86,7 +88,7 @@ def format_report(
         flops_text = f"unknown: {cost.unknown_flops_reason}"
     memory_phrases = [
         f"{memory_use} {memory_use_bytes / cost_model.GIB:.2f}"
-        for memory_use, memory_use_bytes in step_memory._asdict().items()
+        for memory_use, memory_use_bytes in zip(MEMORY_USES, step_memory, strict=True)
     ]
     replica_phrase = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
     return "\n".join(
