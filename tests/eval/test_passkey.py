@@ -61,7 +61,7 @@ def test_prompt_has_needle_at_depth_and_fits_length(
 
 
 def test_needles_are_at_sentence_borders(tokenizer):
-    render_haystack, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
+    render_haystack, needles = Haystack(tokenizer).render_prompt, [(0.5, "HERE."), (0.9, "THERE.")]
     sentences = ["The grass is green."] * 10
     # the ten sentences have equal lengths, so depth 0.5 is after the fifth sentence
     expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
