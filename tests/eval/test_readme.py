@@ -286,7 +286,7 @@ def test_models_table_lists_models_of_default_runs(results_folder):
         results_folder / "by-others", rows, experiment="fidelity", settings=other_settings
     )
     cells = ["0.20", "0.50", "0.0200 (0.00100)", "–", "× 0.90", "–", "-1.3 points"]
-    assert render_cells("models", results_folder) == 2 * [["a", "32,768", "2", *cells]]
+    assert render_cells("models", results_folder) == 2 * [["a", "32,768", "today's", "2", *cells]]
 
 
 @pytest.fixture
@@ -315,7 +315,7 @@ def test_added_run_is_copied_and_existing_name_is_refused(
     (run_folder / "results.csv").write_text("is in results.json as well")
     assert readme.main([*page_arguments, "--add", str(run_folder)]) == 0
     assert [path.name for path in (results_folder / run_folder.name).iterdir()] == ["results.json"]
-    assert "| a | 32,768 | 2 |" in page_file.read_text()
+    assert "| a | 32,768 | today's | 2 |" in page_file.read_text()
     assert "fidelity-mine is in the table of models" in capsys.readouterr().out
     assert readme.main([*page_arguments, "--add", str(run_folder)]) == 2
     assert "fidelity-mine exists. Rename" in capsys.readouterr().err
