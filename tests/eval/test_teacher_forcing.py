@@ -9,8 +9,7 @@ import pytest
 import torch
 from long_runs import run_eval_and_read_results
 from tiny import SPARSE_CONFIG as SMALL_BLOCKS
-from tiny import make_tiny_model
-from tiny import tokens as random_tokens
+from tiny import draw_token_ids, make_tiny_model
 from torch.nn import functional as F
 from words import CHAT_TEMPLATE, make_tokenizer
 
@@ -94,7 +93,7 @@ def test_divergence_by_hand():
 
 def make_model_and_tokens(length):
     """Return a tiny model and ``length`` random tokens."""
-    return make_tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
+    return make_tiny_model(num_hidden_layers=2), tuple(draw_token_ids(1, length)[0].tolist())
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
@@ -252,7 +251,7 @@ def test_cache_argument_name_follows_model(model, argument_name):
 
 
 def test_chunked_prefill_equals_one_pass_without_warnings():
-    model, ids = make_tiny_model(), random_tokens(1, 12, seed=3)
+    model, ids = make_tiny_model(), draw_token_ids(1, 12, seed=3)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         first_output = read_with_cache(model, ids[:, :8], None)
