@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
 import triton.language as tl
@@ -35,6 +37,48 @@ def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
     """Return a context in which the device of ``x`` is current: Triton uses the current device."""
     is_on_other_device = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if is_on_other_device else nullcontext()
+
+
+@contextmanager
+def fork_streams(x: Tensor, num_streams: int) -> Iterator[list[AbstractContextManager]]:
+    """Run kernels on several streams of the device of ``x`` at the same time.
+
+    Kernels that are launched in one of the yielded contexts run in order. Kernels of different
+    contexts can run at the same time. All start after the earlier kernels of the current stream,
+    and the later kernels of the current stream start after all of them. Tensors that these kernels
+    use must be allocated outside of the yielded contexts, on the current stream.
+
+    Args:
+        x: Tensor on the device.
+        num_streams: Number of streams, including the current stream.
+
+    Yields:
+        A context manager per stream, which makes the stream current. On a CPU, it does nothing.
+    """
+    if not x.is_cuda or num_streams == 1:
+        yield [nullcontext()] * num_streams
+        return
+    current_stream = torch.cuda.current_stream(x.device)
+    side_streams = _create_side_streams(x.device, current_stream.cuda_stream, num_streams - 1)
+    for side_stream in side_streams:
+        side_stream.wait_stream(current_stream)
+    try:
+        yield [torch.cuda.stream(stream) for stream in (current_stream, *side_streams)]
+    finally:
+        for side_stream in side_streams:
+            current_stream.wait_stream(side_stream)
+
+
+@cache
+def _create_side_streams(
+    device: torch.device, stream_handle: int, num_streams: int
+) -> tuple[torch.cuda.Stream, ...]:
+    """Create the streams that run beside the stream ``stream_handle``, once per process.
+
+    Every stream has side streams of its own, because a stream that captures a CUDA graph must not
+    share them.
+    """
+    return tuple(torch.cuda.Stream(device) for _ in range(num_streams))
 
 
 def make_pdl_options(x: Tensor) -> dict[str, bool]:

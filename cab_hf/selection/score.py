@@ -109,27 +109,37 @@ class SampleScoring(NamedTuple):
 
 def prepare_scoring(
     samples: list[QuerySample], stored_keys: Tensor, tile_plan: TilePlan, key_block: int
-) -> list[SampleScoring]:
-    """Arrange the keys for every kind of samples, and allocate the scratch.
+) -> list[list[SampleScoring]]:
+    """Arrange the keys for every kind of samples, and allocate the scratch of all chunks in flight.
 
     Args:
         samples: Typical queries, then outlier queries if there are any.
         stored_keys: Stored keys [B, H_kv, N_k, C] of `api.QuantizedKeys`.
         tile_plan: Sizes of the launches.
         key_block: Tokens per key block.
+
+    Returns:
+        For each chunk in flight, the operands of typical queries, then of outlier queries. They
+        differ in the scratch only.
     """
     keys_by_kind = [
         interleave_keys(stored_keys, tiles, key_block) for tiles in tile_plan.sample_tiles
     ]
-    scratch_by_kind = [
-        torch.empty(num_logits, device=stored_keys.device, dtype=tile_plan.scratch_dtype)
-        for num_logits in tile_plan.scratch_logits
-    ]
     return [
-        SampleScoring(sample=sample, tiles=tiles, keys=keys, scratch=scratch)
-        for sample, tiles, keys, scratch in zip(
-            samples, tile_plan.sample_tiles, keys_by_kind, scratch_by_kind, strict=True
-        )
+        [
+            SampleScoring(
+                sample=sample,
+                tiles=tiles,
+                keys=keys,
+                scratch=torch.empty(
+                    num_logits, device=stored_keys.device, dtype=tile_plan.scratch_dtype
+                ),
+            )
+            for sample, tiles, keys, num_logits in zip(
+                samples, tile_plan.sample_tiles, keys_by_kind, tile_plan.scratch_logits, strict=True
+            )
+        ]
+        for _ in range(tile_plan.chunks_in_flight)
     ]
 
 

@@ -9,6 +9,7 @@ programs to hide these waits.
 from __future__ import annotations
 
 import dataclasses
+from itertools import cycle
 from typing import NamedTuple
 
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig, block_sizes, tail_and_query_block_sizes
+from cab_hf.ops import launch
 from cab_hf.ops import reference as ops_reference
 from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.plan import KeyRanges
@@ -195,7 +197,8 @@ def fill_bitmap(
 ) -> None:
     """Score the samples of a group of heads and write their bits to ``bitmap``, chunk by chunk.
 
-    Only the bits of the query blocks of ``sample_pass`` are written.
+    Only the bits of the query blocks of ``sample_pass`` are written. The chunks in flight run on
+    separate streams, which the current stream waits for.
 
     Args:
         bitmap: Bitmap of all heads, which receives the bits.
@@ -211,35 +214,39 @@ def fill_bitmap(
         score_options: Parameters of the logits; ``sinks`` and ``softcap`` are used.
     """
     key_block = sample_pass.config.key_block
-    scorings = prepare_scoring(samples, stored_keys, tile_plan, key_block)
+    scorings_by_stream = prepare_scoring(samples, stored_keys, tile_plan, key_block)
     flat_exponents = (
         KeyScaleExponents.flatten(key_scale_exponents) if stored_keys.dtype == FP8 else None
     )
     softcap = None if score_options.softcap is None else score_options.softcap * LOG2_E.value
-    for chunk in tile_plan.chunks:
-        for scoring in scorings:
-            score_samples(
-                scoring,
-                stored_keys=stored_keys,
-                key_scale_exponents=flat_exponents,
-                tile_plan=tile_plan,
-                chunk=chunk,
-                head_range=head_range,
-                key_block=key_block,
-                sinks=score_options.sinks,
-                softcap=softcap,
-            )
-        threshold_blocks(
-            scorings,
-            tile_plan=tile_plan,
-            chunk=chunk,
-            head_range=head_range,
-            selection_rules=selection_rules,
-            bitmap=bitmap,
-            sample_pass=sample_pass,
-            scores=scores,
-            softcap=softcap,
-        )
+    with launch.fork_streams(stored_keys, tile_plan.chunks_in_flight) as streams:
+        for chunk, stream, scorings in zip(
+            tile_plan.chunks, cycle(streams), cycle(scorings_by_stream), strict=False
+        ):
+            with stream:
+                for scoring in scorings:
+                    score_samples(
+                        scoring,
+                        stored_keys=stored_keys,
+                        key_scale_exponents=flat_exponents,
+                        tile_plan=tile_plan,
+                        chunk=chunk,
+                        head_range=head_range,
+                        key_block=key_block,
+                        sinks=score_options.sinks,
+                        softcap=softcap,
+                    )
+                threshold_blocks(
+                    scorings,
+                    tile_plan=tile_plan,
+                    chunk=chunk,
+                    head_range=head_range,
+                    selection_rules=selection_rules,
+                    bitmap=bitmap,
+                    sample_pass=sample_pass,
+                    scores=scores,
+                    softcap=softcap,
+                )
 
 
 def threshold_blocks(

@@ -44,11 +44,17 @@ MAX_IN_FLIGHT_BYTES = 96 << 10
 # size of the keys, in bytes, that fits into the L2 cache of a GPU. If the keys are larger, programs
 # that run at the same time process the same few heads
 MAX_CACHED_KEY_BYTES = 32 << 20
-# largest scratch of a chunk, in bytes, for at most `MAX_KEYS_WITH_SMALL_SCRATCH` keys. For more
-# keys, the limit is proportional to the number of keys, as the scratch of a program is. With a
-# constant limit, a chunk would have too few programs for all multiprocessors
+# largest scratch of all chunks in flight, in bytes, for at most `MAX_KEYS_WITH_SMALL_SCRATCH`
+# keys. For more keys, the limit is proportional to the number of keys, as the scratch of a program
+# is. With a constant limit, a chunk would have too few programs for all multiprocessors
 MAX_SCRATCH_BYTES = 1152 << 20
 MAX_KEYS_WITH_SMALL_SCRATCH = 262144
+# most chunks that run at the same time. The last programs of a chunk leave multiprocessors idle,
+# which the programs of other chunks use
+MAX_CHUNKS_IN_FLIGHT = 3
+# smallest scratch of each of several chunks in flight, in bytes: with less work per chunk, the
+# additional launches cost more time than they save
+MIN_SCRATCH_BYTES_IN_FLIGHT = 64 << 20
 # threads that share a row of a matrix product in the register layout of tensor cores
 LANES_PER_ROW = 4
 # adjacent columns of a row that these threads hold, two columns per thread
@@ -157,8 +163,8 @@ class SampleTiles:
 class TilePlan:
     """Sizes of all launches that score the samples of a group of heads and fill their bitmap.
 
-    The scratch of a long sequence can exceed the memory. Therefore the tiles are cut into chunks,
-    which use the same scratch one after another.
+    The scratch of a long sequence can exceed the memory. Therefore the tiles are cut into chunks.
+    A few chunks are in flight at the same time. When a chunk ends, the next chunk uses its scratch.
 
     Attributes:
         sample_tiles: Sizes for typical queries, then for outlier queries if there are any.
@@ -166,6 +172,7 @@ class TilePlan:
         q_blocks_per_chunk_tile: Query blocks per tile of ``chunks``: the maximum of
             ``q_blocks_per_tile`` over ``sample_tiles``.
         chunks: Ranges of tiles. The last tiles come first, because their programs run longest.
+        chunks_in_flight: Number of chunks that run at the same time, each with its own scratch.
         scratch_logits: For each kind, the number of logits in the scratch of the largest chunk.
         scratch_dtype: Dtype of the scratch.
         is_head_major: True if programs that run at the same time process the same head, so that the
@@ -176,6 +183,7 @@ class TilePlan:
     q_blocks: int
     q_blocks_per_chunk_tile: int
     chunks: tuple[TileRange, ...]
+    chunks_in_flight: int
     scratch_logits: tuple[int, ...]
     scratch_dtype: torch.dtype
     is_head_major: bool
@@ -251,7 +259,7 @@ def plan_tiles(
     q_blocks_per_chunk_tile = max(tiles.q_blocks_per_tile for tiles in sample_tiles)
     # float16 suffices for logits of 8-bit products, and packs two comparisons in one instruction
     scratch_dtype = torch.float16 if dtype == FP8 else torch.float32
-    chunks, scratch_logits = _split_into_chunks(
+    chunks, chunks_in_flight, scratch_logits = _split_into_chunks(
         sample_tiles,
         q_blocks=q_blocks,
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
@@ -265,6 +273,7 @@ def plan_tiles(
         q_blocks=q_blocks,
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
         chunks=chunks,
+        chunks_in_flight=chunks_in_flight,
         scratch_logits=scratch_logits,
         scratch_dtype=scratch_dtype,
         is_head_major=total_key_bytes > MAX_CACHED_KEY_BYTES,
@@ -344,13 +353,14 @@ def _split_into_chunks(
     num_heads: int,
     scratch_dtype: torch.dtype,
     max_scratch_bytes: int,
-) -> tuple[tuple[TileRange, ...], tuple[int, ...]]:
-    """Cut the tiles of a head into chunks whose scratch has at most ``max_scratch_bytes``.
+) -> tuple[tuple[TileRange, ...], int, tuple[int, ...]]:
+    """Cut the tiles of a head into chunks.
 
-    A chunk has at least one tile, even if the scratch of this tile is larger.
+    The scratch of all chunks in flight has at most ``max_scratch_bytes``. A chunk has at least one
+    tile, even if the scratch of this tile is larger.
 
     Returns:
-        `TilePlan.chunks` and `TilePlan.scratch_logits`.
+        `TilePlan.chunks`, `TilePlan.chunks_in_flight` and `TilePlan.scratch_logits`.
     """
     tiles_per_chunk_tile = [
         q_blocks_per_chunk_tile // tiles.q_blocks_per_tile for tiles in sample_tiles
@@ -364,12 +374,20 @@ def _split_into_chunks(
             for tiles, num_tiles in zip(sample_tiles, tiles_per_chunk_tile, strict=True)
         ]
 
+    def count_scratch_bytes(first_tile: int, end_tile: int) -> int:
+        return sum(count_logits_per_kind(first_tile, end_tile)) * scratch_dtype.itemsize
+
+    num_tiles = triton.cdiv(q_blocks, q_blocks_per_chunk_tile)
+    max_scratch_bytes = min(max_scratch_bytes, count_scratch_bytes(0, num_tiles))
+    chunks_in_flight = min(max_scratch_bytes // MIN_SCRATCH_BYTES_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT)
+    chunks_in_flight = max(chunks_in_flight, 1)
+
     def fits_scratch(first_tile: int, end_tile: int) -> bool:
-        num_bytes = sum(count_logits_per_kind(first_tile, end_tile)) * scratch_dtype.itemsize
-        return first_tile + 1 == end_tile or num_bytes <= max_scratch_bytes
+        num_bytes = count_scratch_bytes(first_tile, end_tile)
+        return first_tile + 1 == end_tile or num_bytes <= max_scratch_bytes // chunks_in_flight
 
     # from the last tile to the first: each chunk begins as early as its scratch allows
-    chunk_ends = [triton.cdiv(q_blocks, q_blocks_per_chunk_tile)]
+    chunk_ends = [num_tiles]
     while chunk_ends[-1]:
         end_tile = chunk_ends[-1]
         chunk_ends.append(
@@ -377,15 +395,18 @@ def _split_into_chunks(
         )
     chunks = tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
     logits_of_chunks = [count_logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
-    max_logits_per_kind = (
+    max_logits_per_kind = tuple(
         max((chunk_logits[sample_kind] for chunk_logits in logits_of_chunks), default=0)
         for sample_kind in range(len(sample_tiles))
     )
-    return chunks, tuple(max_logits_per_kind)
+    # a chunk of one tile can have more than its share of the scratch
+    largest_chunk_bytes = max(sum(max_logits_per_kind) * scratch_dtype.itemsize, 1)
+    chunks_in_flight = min(chunks_in_flight, len(chunks), max_scratch_bytes // largest_chunk_bytes)
+    return chunks, max(chunks_in_flight, 1), max_logits_per_kind
 
 
 def compute_max_scratch_bytes(kv_length: int) -> int:
-    """Return the largest scratch of a chunk, in bytes, for ``kv_length`` keys per batch row.
+    """Return the largest scratch of all chunks in flight, in bytes, for ``kv_length`` keys.
 
     The number of programs of a chunk is constant from `MAX_KEYS_WITH_SMALL_SCRATCH` keys on.
     """

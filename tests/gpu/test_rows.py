@@ -149,10 +149,12 @@ def test_key_magnitude_does_not_change_density(gpu, key_factor):
     assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
 
 
-def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
+@pytest.mark.parametrize("chunks_in_flight", [1, 3])
+def test_chunked_scratch_and_lists_give_same_plan(gpu, chunks_in_flight, monkeypatch):
     q, k = draw_topic_qk(gpu)
     expected = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k))
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 8 << 20)
+    monkeypatch.setattr(tiles, "MIN_SCRATCH_BYTES_IN_FLIGHT", (8 << 20) // chunks_in_flight)
     monkeypatch.setattr(compact, "MAX_LIST_BYTES", 0)
     actual = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k))
     assert actual.full.width < expected.full.width
@@ -160,7 +162,9 @@ def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("max_density", [1.0, 0.1])
-def test_selection_runs_in_cuda_graph(gpu, max_density):
+@pytest.mark.parametrize("min_scratch_bytes_in_flight", [1 << 20, 1 << 40])
+def test_selection_runs_in_cuda_graph(gpu, max_density, min_scratch_bytes_in_flight, monkeypatch):
+    monkeypatch.setattr(tiles, "MIN_SCRATCH_BYTES_IN_FLIGHT", min_scratch_bytes_in_flight)
     q, k = draw_topic_qk(gpu)
     layer_context, predictor = (
         make_layer_context(q, k),

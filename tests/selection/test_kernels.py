@@ -218,11 +218,15 @@ def test_transposed_views_give_the_same_lists():
     assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
 
 
-def test_many_chunks_with_small_scratch_give_the_same_lists(monkeypatch):
+@pytest.mark.parametrize(("scratch_bytes", "chunks_in_flight"), [(1, 1), (1 << 15, 3)])
+def test_many_chunks_with_small_scratch_give_the_same_lists(
+    scratch_bytes, chunks_in_flight, monkeypatch
+):
     q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
     key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
     expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
-    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(tiles, "MIN_SCRATCH_BYTES_IN_FLIGHT", -(-scratch_bytes // chunks_in_flight))
     monkeypatch.setattr(tiles, "MIN_SAMPLES_PER_PROGRAM_FLOAT32", 8)
     assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
 
