@@ -327,7 +327,7 @@ class MemoryModel:
         return (
             key_bytes
             + num_q_blocks * bytes_per_q_block
-            + max(min(scratch_bytes, compute_max_scratch_bytes(length)), list_bytes)
+            + max(min(scratch_bytes, compute_max_scratch_bytes(num_queries, length)), list_bytes)
         )
 
     def find_longest_prompt(

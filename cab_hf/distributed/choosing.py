@@ -28,6 +28,7 @@ def predict(
     cu_seqlens: Tensor | None = None,
     block: int = DENSE_BLOCK_SIZE,
     ranges: KeyRanges | None = None,
+    channels: tuple[int, ...] = (),
 ) -> BlockPlan:
     """Return the plan of this rank's queries, for `zigzag_attention`.
 
@@ -46,6 +47,8 @@ def predict(
         block: every chunk is a multiple of ``block`` tokens; equal on all ranks.
         ranges: ``plan.ranges`` of another layer for the same sequence, so that both layers share
             results that depend on the ranges only. None means new ranges.
+        channels: ascending channels of q and k that predictors use for approximate scores; equal on
+            all ranks. () means all channels.
 
     Returns:
         A plan with n / query_block rows, over the key blocks of the whole sequence.
@@ -63,7 +66,9 @@ def predict(
             "ranges must belong to the sequence of q, got ranges of another sequence. Give the "
             "ranges of a plan from predict for this sequence on this rank, or None."
         )
-    layer_context = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
+    layer_context = LayerContext(
+        ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer, channels=channels
+    )
     layout = ShardedLayout(shard_map=shard_map, group=group, ranges=ranges)
     return layout.select_plan(make_predictor(config), q, k, layer_context)
 

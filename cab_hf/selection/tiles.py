@@ -44,17 +44,17 @@ MAX_IN_FLIGHT_BYTES = 96 << 10
 # size of the keys, in bytes, that fits into the L2 cache of a GPU. If the keys are larger, programs
 # that run at the same time process the same few heads
 MAX_CACHED_KEY_BYTES = 32 << 20
-# largest scratch of all chunks in flight, in bytes, for at most `MAX_KEYS_WITH_SMALL_SCRATCH`
-# keys. For more keys, the limit is proportional to the number of keys, as the scratch of a program
-# is. With a constant limit, a chunk would have too few programs for all multiprocessors
+# largest scratch of all chunks in flight, in bytes, for at most `MAX_KEYS_WITH_SMALL_SCRATCH` keys
 MAX_SCRATCH_BYTES = 1152 << 20
 MAX_KEYS_WITH_SMALL_SCRATCH = 262144
+# most queries for which the scratch does not grow with more keys, see `compute_max_scratch_bytes`
+MAX_QUERIES_WITH_SMALL_SCRATCH = 32768
 # most chunks that run at the same time. The last programs of a chunk leave multiprocessors idle,
 # which the programs of other chunks use
 MAX_CHUNKS_IN_FLIGHT = 3
-# smallest scratch of each of several chunks in flight, in bytes: with less work per chunk, the
-# additional launches cost more time than they save
-MIN_SCRATCH_BYTES_IN_FLIGHT = 64 << 20
+# fewest programs of a launch if several chunks are in flight. Several chunks with fewer programs
+# each take longer than one larger chunk
+MIN_PROGRAMS_IN_FLIGHT = 256
 # threads that share a row of a matrix product in the register layout of tensor cores
 LANES_PER_ROW = 4
 # adjacent columns of a row that these threads hold, two columns per thread
@@ -265,7 +265,7 @@ def plan_tiles(
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
         num_heads=num_heads,
         scratch_dtype=scratch_dtype,
-        max_scratch_bytes=compute_max_scratch_bytes(kv_length),
+        max_scratch_bytes=compute_max_scratch_bytes(q_length, kv_length),
     )
     total_key_bytes = num_kv_heads * kv_length * sum(channel_widths) * dtype.itemsize
     return TilePlan(
@@ -379,42 +379,51 @@ def _split_into_chunks(
 
     num_tiles = triton.cdiv(q_blocks, q_blocks_per_chunk_tile)
     max_scratch_bytes = min(max_scratch_bytes, count_scratch_bytes(0, num_tiles))
-    chunks_in_flight = min(max_scratch_bytes // MIN_SCRATCH_BYTES_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT)
-    chunks_in_flight = max(chunks_in_flight, 1)
 
-    def fits_scratch(first_tile: int, end_tile: int) -> bool:
-        num_bytes = count_scratch_bytes(first_tile, end_tile)
-        return first_tile + 1 == end_tile or num_bytes <= max_scratch_bytes // chunks_in_flight
+    def split(chunks_in_flight: int) -> tuple[TileRange, ...]:
+        def fits_scratch(first_tile: int, end_tile: int) -> bool:
+            num_bytes = count_scratch_bytes(first_tile, end_tile)
+            return first_tile + 1 == end_tile or num_bytes <= max_scratch_bytes // chunks_in_flight
 
-    # from the last tile to the first: each chunk begins as early as its scratch allows
-    chunk_ends = [num_tiles]
-    while chunk_ends[-1]:
-        end_tile = chunk_ends[-1]
-        chunk_ends.append(
-            bisect_left(range(end_tile), True, key=partial(fits_scratch, end_tile=end_tile))
-        )
-    chunks = tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
+        # from the last tile to the first: each chunk begins as early as its scratch allows
+        chunk_ends = [num_tiles]
+        while chunk_ends[-1]:
+            end_tile = chunk_ends[-1]
+            chunk_ends.append(
+                bisect_left(range(end_tile), True, key=partial(fits_scratch, end_tile=end_tile))
+            )
+        return tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
+
+    chunks_in_flight = MAX_CHUNKS_IN_FLIGHT
+    chunks = split(chunks_in_flight)
+    while chunks_in_flight > 1 and (
+        len(chunks) < chunks_in_flight
+        or (chunks[0].end - chunks[0].begin) * num_heads < MIN_PROGRAMS_IN_FLIGHT
+    ):
+        chunks_in_flight -= 1
+        chunks = split(chunks_in_flight)
     logits_of_chunks = [count_logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
     max_logits_per_kind = tuple(
         max((chunk_logits[sample_kind] for chunk_logits in logits_of_chunks), default=0)
         for sample_kind in range(len(sample_tiles))
     )
-    # a chunk of one tile can have more than its share of the scratch
-    largest_chunk_bytes = max(sum(max_logits_per_kind) * scratch_dtype.itemsize, 1)
-    chunks_in_flight = min(chunks_in_flight, len(chunks), max_scratch_bytes // largest_chunk_bytes)
-    return chunks, max(chunks_in_flight, 1), max_logits_per_kind
+    return chunks, chunks_in_flight, max_logits_per_kind
 
 
-def compute_max_scratch_bytes(kv_length: int) -> int:
-    """Return the largest scratch of all chunks in flight, in bytes, for ``kv_length`` keys.
+def compute_max_scratch_bytes(q_length: int, kv_length: int) -> int:
+    """Return the largest scratch of all chunks in flight, in bytes.
 
-    The number of programs of a chunk is constant from `MAX_KEYS_WITH_SMALL_SCRATCH` keys on.
+    The scratch of a program grows with the keys. Therefore the limit is proportional to the keys
+    from `MAX_KEYS_WITH_SMALL_SCRATCH` on; otherwise too few programs would run at the same time.
+    For a call of few queries, such as a chunk of a prompt, the limit is proportional to the
+    queries, so that the scratch does not need most of the memory of the call.
+
+    Args:
+        q_length: Queries per batch row.
+        kv_length: Keys per batch row.
     """
-    return (
-        MAX_SCRATCH_BYTES
-        * max(kv_length, MAX_KEYS_WITH_SMALL_SCRATCH)
-        // (MAX_KEYS_WITH_SMALL_SCRATCH)
-    )
+    growth = min(kv_length / MAX_KEYS_WITH_SMALL_SCRATCH, q_length / MAX_QUERIES_WITH_SMALL_SCRATCH)
+    return int(MAX_SCRATCH_BYTES * max(growth, 1.0))
 
 
 def compute_channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:

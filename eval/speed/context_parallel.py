@@ -35,6 +35,7 @@ from cab_hf.eval.speed.runner import (
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.timing import MAX_RUNS
 from cab_hf.experiment.settings import by_device, option, parse_length
+from cab_hf.hf.rotary import slow_channels_of_llama
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -411,11 +412,18 @@ class BenchCase:
     @torch.no_grad()
     def select_blocks(self, q: Tensor, k: Tensor) -> BlockPlan | None:
         """Return the block plan of this rank's queries; None for dense schemes over ranks."""
+        head_dim = q.shape[-1]
+        channels = slow_channels_of_llama(head_dim)
         if self.sharding is not None:
             if not self.scheme.is_sparse:
                 return None
             plan = predict(
-                q, k, ranges=self.key_ranges, config=self.config, **self.sharding_options
+                q,
+                k,
+                ranges=self.key_ranges,
+                config=self.config,
+                channels=channels,
+                **self.sharding_options,
             )
             self.key_ranges = plan.ranges
             return plan
@@ -423,7 +431,8 @@ class BenchCase:
             self.key_ranges = KeyRanges.causal(q.shape[0], self.length, self.length, q.device)
         if not self.scheme.is_sparse:
             return make_plan_of_visible_blocks(self.key_ranges, DENSE_BLOCK_SIZE)
-        return make_predictor(self.config)(q, k, LayerContext(self.key_ranges, q.shape[-1] ** -0.5))
+        layer_context = LayerContext(self.key_ranges, head_dim**-0.5, channels=channels)
+        return make_predictor(self.config)(q, k, layer_context)
 
     def make_workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
         """Return the workload of the engine, for training if the inputs require gradients."""

@@ -154,7 +154,8 @@ def test_chunked_scratch_and_lists_give_same_plan(gpu, chunks_in_flight, monkeyp
     q, k = draw_topic_qk(gpu)
     expected = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k))
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 8 << 20)
-    monkeypatch.setattr(tiles, "MIN_SCRATCH_BYTES_IN_FLIGHT", (8 << 20) // chunks_in_flight)
+    monkeypatch.setattr(tiles, "MAX_CHUNKS_IN_FLIGHT", chunks_in_flight)
+    monkeypatch.setattr(tiles, "MIN_PROGRAMS_IN_FLIGHT", 1)
     monkeypatch.setattr(compact, "MAX_LIST_BYTES", 0)
     actual = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k))
     assert actual.full.width < expected.full.width
@@ -162,9 +163,10 @@ def test_chunked_scratch_and_lists_give_same_plan(gpu, chunks_in_flight, monkeyp
 
 
 @pytest.mark.parametrize("max_density", [1.0, 0.1])
-@pytest.mark.parametrize("min_scratch_bytes_in_flight", [1 << 20, 1 << 40])
-def test_selection_runs_in_cuda_graph(gpu, max_density, min_scratch_bytes_in_flight, monkeypatch):
-    monkeypatch.setattr(tiles, "MIN_SCRATCH_BYTES_IN_FLIGHT", min_scratch_bytes_in_flight)
+@pytest.mark.parametrize("chunks_in_flight", [1, 3])
+def test_selection_runs_in_cuda_graph(gpu, max_density, chunks_in_flight, monkeypatch):
+    monkeypatch.setattr(tiles, "MAX_CHUNKS_IN_FLIGHT", chunks_in_flight)
+    monkeypatch.setattr(tiles, "MIN_PROGRAMS_IN_FLIGHT", 1)
     q, k = draw_topic_qk(gpu)
     layer_context, predictor = (
         make_layer_context(q, k),
