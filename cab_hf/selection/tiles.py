@@ -46,7 +46,7 @@ MAX_IN_FLIGHT_BYTES = 96 << 10
 MAX_CACHED_KEY_BYTES = 32 << 20
 # largest scratch of all chunks in flight, in bytes, for at most `MAX_KEYS_WITH_SMALL_SCRATCH` keys
 MAX_SCRATCH_BYTES = 1152 << 20
-MAX_KEYS_WITH_SMALL_SCRATCH = 262144
+MAX_KEYS_WITH_SMALL_SCRATCH = 131072
 # most queries for which the scratch does not grow with more keys, see `compute_max_scratch_bytes`
 MAX_QUERIES_WITH_SMALL_SCRATCH = 32768
 # most chunks that run at the same time. The last programs of a chunk leave multiprocessors idle,
@@ -54,7 +54,7 @@ MAX_QUERIES_WITH_SMALL_SCRATCH = 32768
 MAX_CHUNKS_IN_FLIGHT = 3
 # fewest programs of a launch if several chunks are in flight. Several chunks with fewer programs
 # each take longer than one larger chunk
-MIN_PROGRAMS_IN_FLIGHT = 256
+MIN_PROGRAMS_IN_FLIGHT = 128
 # threads that share a row of a matrix product in the register layout of tensor cores
 LANES_PER_ROW = 4
 # adjacent columns of a row that these threads hold, two columns per thread
@@ -378,7 +378,6 @@ def _split_into_chunks(
         return sum(count_logits_per_kind(first_tile, end_tile)) * scratch_dtype.itemsize
 
     num_tiles = triton.cdiv(q_blocks, q_blocks_per_chunk_tile)
-    max_scratch_bytes = min(max_scratch_bytes, count_scratch_bytes(0, num_tiles))
 
     def split(chunks_in_flight: int) -> tuple[TileRange, ...]:
         def fits_scratch(first_tile: int, end_tile: int) -> bool:
@@ -394,11 +393,13 @@ def _split_into_chunks(
             )
         return tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
 
-    chunks_in_flight = MAX_CHUNKS_IN_FLIGHT
+    # if all tiles fit the scratch, several launches would cost more time than they save
+    has_one_chunk = count_scratch_bytes(0, num_tiles) <= max_scratch_bytes
+    chunks_in_flight = 1 if has_one_chunk else MAX_CHUNKS_IN_FLIGHT
     chunks = split(chunks_in_flight)
-    while chunks_in_flight > 1 and (
-        len(chunks) < chunks_in_flight
-        or (chunks[0].end - chunks[0].begin) * num_heads < MIN_PROGRAMS_IN_FLIGHT
+    while (
+        chunks_in_flight > 1
+        and (chunks[0].end - chunks[0].begin) * num_heads < MIN_PROGRAMS_IN_FLIGHT
     ):
         chunks_in_flight -= 1
         chunks = split(chunks_in_flight)

@@ -226,7 +226,8 @@ def test_many_chunks_with_small_scratch_give_the_same_lists(
     key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
     expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", scratch_bytes)
-    monkeypatch.setattr(tiles, "MIN_SCRATCH_BYTES_IN_FLIGHT", -(-scratch_bytes // chunks_in_flight))
+    monkeypatch.setattr(tiles, "MAX_CHUNKS_IN_FLIGHT", chunks_in_flight)
+    monkeypatch.setattr(tiles, "MIN_PROGRAMS_IN_FLIGHT", 1)
     monkeypatch.setattr(tiles, "MIN_SAMPLES_PER_PROGRAM_FLOAT32", 8)
     assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
 

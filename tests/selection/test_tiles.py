@@ -73,31 +73,28 @@ def test_chunks_cover_every_tile_once_and_fit_the_scratch(
 
 
 @pytest.mark.parametrize(
-    ("scratch_mib", "expected_chunks_in_flight"), [(1, 1), (420, 2), (1 << 20, 3)]
+    ("scratch_mib", "expected_chunks_in_flight"), [(1, 1), (250, 2), (350, 3), (1 << 20, 1)]
 )
 def test_chunks_in_flight_share_the_scratch(scratch_mib, expected_chunks_in_flight, monkeypatch):
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", scratch_mib << 20)
     plan = make_tile_plan(q_length=64_000, kv_length=64_000)
     assert plan.chunks_in_flight == expected_chunks_in_flight
-    assert len(plan.chunks) >= expected_chunks_in_flight
+    if scratch_mib == 1 << 20:
+        assert len(plan.chunks) == 1
     if expected_chunks_in_flight > 1:
+        assert len(plan.chunks) > expected_chunks_in_flight
         assert expected_chunks_in_flight * 2 * sum(plan.scratch_logits) <= scratch_mib << 20
         largest_chunk = plan.chunks[0]
         num_programs = (largest_chunk.end - largest_chunk.begin) * 32
         assert num_programs >= tiles.MIN_PROGRAMS_IN_FLIGHT
 
 
-def test_short_sequence_has_one_chunk():
-    plan = make_tile_plan(q_length=8_000, kv_length=8_000)
-    assert plan.chunks_in_flight == len(plan.chunks) == 1
-
-
 @pytest.mark.parametrize(
     ("q_length", "kv_length", "expected_mib"),
     [
         (8_192, 8_192, 100),
-        (262_144, 262_144, 100),
-        (2**20, 2**20, 400),
+        (131_072, 131_072, 100),
+        (2**20, 2**20, 800),
         (32_768, 2**20, 100),
         (65_536, 2**20, 200),
     ],
