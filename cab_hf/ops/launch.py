@@ -73,7 +73,7 @@ def fork_streams(x: Tensor, num_streams: int) -> Iterator[list[AbstractContextMa
 def _create_side_streams(
     device: torch.device, stream_handle: int, num_streams: int
 ) -> tuple[torch.cuda.Stream, ...]:
-    """Create the streams that run beside the stream ``stream_handle``, once per process.
+    """Create the side streams of the stream ``stream_handle``, once per process.
 
     Every stream has side streams of its own, because a stream that captures a CUDA graph must not
     share them.
