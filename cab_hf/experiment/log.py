@@ -396,7 +396,8 @@ def _parse_log(
     for line_number, record in enumerate(parsed_lines[1:], 2):
         record_problem = "is no JSON object"
         if isinstance(record, dict):
-            record = {**added_defaults, **record}
+            # added fields come last, so that a table of stored records has the columns of the run
+            record |= {name: value for name, value in added_defaults.items() if name not in record}
             records.append(record)
             missing_fields = [field_name for field_name in key_fields if field_name not in record]
             if not missing_fields and required_fields is not None:

@@ -92,11 +92,10 @@ def test_new_key_fields_have_defaults_in_old_records(log_path):
         assert make_record(1, world=1) in opened_log and make_record(1, world=2) not in opened_log
         opened_log.append(make_record(1, world=2))
     assert log_path.read_bytes().startswith(content_before)
-    assert [record["world"] for record in read_log(log_path, key_fields, added_defaults)[1]] == [
-        1,
-        1,
-        2,
-    ]
+    _, stored_records = read_log(log_path, key_fields, added_defaults)
+    assert [record["world"] for record in stored_records] == [1, 1, 2]
+    # added fields follow the fields of the record
+    assert list(stored_records[0]) == [*make_record(0, needle=[1, 2]), "world"]
 
 
 def test_packed_log_can_be_continued(log_path):
