@@ -19,7 +19,7 @@ from cab_hf.eval.experiment import (
     find_experiment_class,
     has_current_fields,
 )
-from cab_hf.experiment.log import file_exists, read_file
+from cab_hf.experiment.log import add_default_fields, file_exists, read_file
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def read_results(folder: Path) -> Results:
         raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
     experiment_class = find_experiment_class(provenance, folder)
     rows = [
-        {**experiment_class.ADDED_DEFAULTS, **row} for row in json.loads(read_file(path))["rows"]
+        add_default_fields(row, experiment_class.ADDED_DEFAULTS)
+        for row in json.loads(read_file(path))["rows"]
     ]
     return Results(
         name=folder.name,

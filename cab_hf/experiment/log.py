@@ -361,6 +361,17 @@ def convert_write_errors(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def add_default_fields(
+    record: Mapping[str, Any], added_defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``record`` with the fields of ``added_defaults`` that it lacks.
+
+    Added fields come last, so that a table of stored records has the columns of the run.
+    """
+    missing_fields = {name: value for name, value in added_defaults.items() if name not in record}
+    return {**record, **missing_fields}
+
+
 def _parse_log(
     path: Path,
     content: bytes,
@@ -396,8 +407,7 @@ def _parse_log(
     for line_number, record in enumerate(parsed_lines[1:], 2):
         record_problem = "is no JSON object"
         if isinstance(record, dict):
-            # added fields come last, so that a table of stored records has the columns of the run
-            record |= {name: value for name, value in added_defaults.items() if name not in record}
+            record = add_default_fields(record, added_defaults)
             records.append(record)
             missing_fields = [field_name for field_name in key_fields if field_name not in record]
             if not missing_fields and required_fields is not None:
