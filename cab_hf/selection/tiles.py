@@ -11,6 +11,7 @@ No function of this module reads a tensor.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -259,7 +260,7 @@ def plan_tiles(
     q_blocks_per_chunk_tile = max(tiles.q_blocks_per_tile for tiles in sample_tiles)
     # float16 suffices for logits of 8-bit products, and packs two comparisons in one instruction
     scratch_dtype = torch.float16 if dtype == FP8 else torch.float32
-    chunks, chunks_in_flight, scratch_logits = _split_into_chunks(
+    chunks, chunks_in_flight, scratch_logits = _plan_chunks(
         sample_tiles,
         q_blocks=q_blocks,
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
@@ -345,7 +346,7 @@ def _compute_keys_per_run(blocks_per_step: int, keys_per_block: int, tile_keys: 
     return min(COLUMNS_PER_LANE_GROUP // min(LANES_PER_ROW, blocks_per_step), keys_per_block)
 
 
-def _split_into_chunks(
+def _plan_chunks(
     sample_tiles: tuple[SampleTiles, ...],
     *,
     q_blocks: int,
@@ -366,49 +367,62 @@ def _split_into_chunks(
         q_blocks_per_chunk_tile // tiles.q_blocks_per_tile for tiles in sample_tiles
     ]
 
-    def count_logits_per_kind(first_tile: int, end_tile: int) -> list[int]:
+    def count_logits_per_kind(chunk: TileRange) -> list[int]:
         return [
             tiles.count_scratch_logits(
-                TileRange(first_tile * num_tiles, end_tile * num_tiles), num_heads
+                TileRange(chunk.begin * num_tiles, chunk.end * num_tiles), num_heads
             )
             for tiles, num_tiles in zip(sample_tiles, tiles_per_chunk_tile, strict=True)
         ]
 
-    def count_scratch_bytes(first_tile: int, end_tile: int) -> int:
-        return sum(count_logits_per_kind(first_tile, end_tile)) * scratch_dtype.itemsize
+    def count_scratch_bytes(chunk: TileRange) -> int:
+        return sum(count_logits_per_kind(chunk)) * scratch_dtype.itemsize
 
-    num_tiles = triton.cdiv(q_blocks, q_blocks_per_chunk_tile)
-
-    def split(chunks_in_flight: int) -> tuple[TileRange, ...]:
-        def fits_scratch(first_tile: int, end_tile: int) -> bool:
-            num_bytes = count_scratch_bytes(first_tile, end_tile)
-            return first_tile + 1 == end_tile or num_bytes <= max_scratch_bytes // chunks_in_flight
-
-        # from the last tile to the first: each chunk begins as early as its scratch allows
-        chunk_ends = [num_tiles]
-        while chunk_ends[-1]:
-            end_tile = chunk_ends[-1]
-            chunk_ends.append(
-                bisect_left(range(end_tile), True, key=partial(fits_scratch, end_tile=end_tile))
-            )
-        return tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
-
+    num_chunk_tiles = triton.cdiv(q_blocks, q_blocks_per_chunk_tile)
     # if all tiles fit the scratch, several launches would cost more time than they save
-    has_one_chunk = count_scratch_bytes(0, num_tiles) <= max_scratch_bytes
-    chunks_in_flight = 1 if has_one_chunk else MAX_CHUNKS_IN_FLIGHT
-    chunks = split(chunks_in_flight)
-    while (
-        chunks_in_flight > 1
-        and (chunks[0].end - chunks[0].begin) * num_heads < MIN_PROGRAMS_IN_FLIGHT
-    ):
-        chunks_in_flight -= 1
-        chunks = split(chunks_in_flight)
-    logits_of_chunks = [count_logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
+    fits_one_chunk = count_scratch_bytes(TileRange(0, num_chunk_tiles)) <= max_scratch_bytes
+    for chunks_in_flight in range(1 if fits_one_chunk else MAX_CHUNKS_IN_FLIGHT, 0, -1):
+        max_chunk_bytes = max_scratch_bytes // chunks_in_flight
+        chunks = _split_tiles(num_chunk_tiles, count_scratch_bytes, max_chunk_bytes)
+        if chunks_in_flight == 1:
+            break
+        # the first chunk has the fewest tiles
+        num_programs = (chunks[0].end - chunks[0].begin) * num_heads
+        has_enough_programs = num_programs >= MIN_PROGRAMS_IN_FLIGHT
+        if has_enough_programs and count_scratch_bytes(chunks[0]) <= max_chunk_bytes:
+            break
+    logits_of_chunks = [count_logits_per_kind(chunk) for chunk in chunks]
     max_logits_per_kind = tuple(
         max((chunk_logits[sample_kind] for chunk_logits in logits_of_chunks), default=0)
         for sample_kind in range(len(sample_tiles))
     )
     return chunks, chunks_in_flight, max_logits_per_kind
+
+
+def _split_tiles(
+    num_tiles: int, count_scratch_bytes: Callable[[TileRange], int], max_chunk_bytes: int
+) -> tuple[TileRange, ...]:
+    """Cut tiles 0 to ``num_tiles`` into chunks, from the last tile to the first.
+
+    Each chunk begins as early as its scratch allows, and has at least one tile.
+
+    Args:
+        num_tiles: Number of tiles.
+        count_scratch_bytes: Function that returns the bytes of the scratch of a chunk.
+        max_chunk_bytes: Largest scratch of a chunk of several tiles.
+    """
+
+    def fits_scratch(first_tile: int, end_tile: int) -> bool:
+        chunk = TileRange(first_tile, end_tile)
+        return first_tile + 1 == end_tile or count_scratch_bytes(chunk) <= max_chunk_bytes
+
+    chunk_ends = [num_tiles]
+    while chunk_ends[-1]:
+        end_tile = chunk_ends[-1]
+        chunk_ends.append(
+            bisect_left(range(end_tile), True, key=partial(fits_scratch, end_tile=end_tile))
+        )
+    return tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
 
 
 def compute_max_scratch_bytes(q_length: int, kv_length: int) -> int:
