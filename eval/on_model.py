@@ -45,10 +45,11 @@ from cab_hf.experiment.settings import (
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 # Fields of CabConfig on a CPU without --cab. The default length on a CPU is only 1,536 tokens. With
-# the default block sizes, most blocks would be selected, and methods would hardly differ.
+# the default block sizes, most blocks would be selected, and methods would hardly differ. The
+# sample of a query block is the same share of its queries as in the default.
 SMALL_BLOCK_FIELDS = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
-    **{"mass_threshold": 0.02, "outlier_queries": 8},
+    **{"mass_threshold": 0.02, "outlier_queries": 4, "typical_queries": 8},
 }
 
 
