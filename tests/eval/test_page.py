@@ -111,7 +111,7 @@ def test_page_links_sections_and_loads_no_external_resource(committed_page):
     assert security_policy.startswith("default-src 'none'; img-src data:;")
 
 
-@pytest.mark.parametrize("folder_name", ["speed-ttft", "families", "smollm2-8192-1key"])
+@pytest.mark.parametrize("folder_name", ["speed-ttft", "families", "passkey"])
 def test_section_equals_report_with_figure_and_command(folder_name):
     report_text = (RESULTS_FOLDER / folder_name / "report.md").read_text()
     result, html = (
