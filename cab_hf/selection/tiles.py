@@ -430,8 +430,8 @@ def compute_max_scratch_bytes(q_length: int, kv_length: int) -> int:
 
     The scratch of a program grows with the keys. Therefore the limit is proportional to the keys
     from `MAX_KEYS_WITH_SMALL_SCRATCH` on; otherwise too few programs would run at the same time.
-    For a call of few queries, such as a chunk of a prompt, the limit is proportional to the
-    queries, so that the scratch does not need most of the memory of the call.
+    A call of few queries, such as a chunk of a prompt, needs little memory otherwise. Its limit is
+    therefore at most proportional to the queries.
 
     Args:
         q_length: Queries per batch row.
