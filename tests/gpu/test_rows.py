@@ -18,6 +18,8 @@ from cab_hf.selection.reference import ScoreOptions, select_blocks
 pytestmark = pytest.mark.gpu
 
 ROWS_CONFIG = CabConfig(predictor="rows", mass_threshold=0.01, share_threshold=0.2)
+# holds three chunks of one tile each of `draw_topic_qk` with 8-bit products, but not all tiles
+SMALL_SCRATCH_BYTES = 5 << 19
 FLOAT32_FIELDS = {"dtype": torch.float32}
 CASES = [
     pytest.param({}, {}, id="8-bits"),
@@ -153,7 +155,7 @@ def test_key_magnitude_does_not_change_density(gpu, key_factor):
 def test_chunked_scratch_and_lists_give_same_plan(gpu, chunks_in_flight, monkeypatch):
     q, k = draw_topic_qk(gpu)
     expected = RowsPredictor(ROWS_CONFIG)(q, k, make_layer_context(q, k))
-    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", 8 << 20)
+    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", SMALL_SCRATCH_BYTES)
     monkeypatch.setattr(tiles, "MAX_CHUNKS_IN_FLIGHT", chunks_in_flight)
     monkeypatch.setattr(tiles, "MIN_PROGRAMS_IN_FLIGHT", 1)
     monkeypatch.setattr(compact, "MAX_LIST_BYTES", 0)
@@ -165,6 +167,7 @@ def test_chunked_scratch_and_lists_give_same_plan(gpu, chunks_in_flight, monkeyp
 @pytest.mark.parametrize("max_density", [1.0, 0.1])
 @pytest.mark.parametrize("chunks_in_flight", [1, 3])
 def test_selection_runs_in_cuda_graph(gpu, max_density, chunks_in_flight, monkeypatch):
+    monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", SMALL_SCRATCH_BYTES)
     monkeypatch.setattr(tiles, "MAX_CHUNKS_IN_FLIGHT", chunks_in_flight)
     monkeypatch.setattr(tiles, "MIN_PROGRAMS_IN_FLIGHT", 1)
     q, k = draw_topic_qk(gpu)

@@ -8,6 +8,7 @@ from marks import mark_slow_except
 from selecting import arrange_in_layout, draw_peaked_qk, plan_by_reference, plan_rows_by_kernels
 
 from cab_hf import CabConfig
+from cab_hf.ops import launch
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import compact, gather, reference, tiles
 
@@ -218,18 +219,25 @@ def test_transposed_views_give_the_same_lists():
     assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
 
 
-@pytest.mark.parametrize(("scratch_bytes", "chunks_in_flight"), [(1, 1), (1 << 15, 3)])
+@pytest.mark.parametrize(("scratch_bytes", "expected_chunks_in_flight"), [(1, 1), (6000, 2)])
 def test_many_chunks_with_small_scratch_give_the_same_lists(
-    scratch_bytes, chunks_in_flight, monkeypatch
+    scratch_bytes, expected_chunks_in_flight, monkeypatch
 ):
     q, k = draw_peaked_qk(**ONE_KV_HEAD_SHAPE)
     key_ranges = KeyRanges.causal(1, 300, 300, "cpu")
     expected = plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges)
     monkeypatch.setattr(tiles, "MAX_SCRATCH_BYTES", scratch_bytes)
-    monkeypatch.setattr(tiles, "MAX_CHUNKS_IN_FLIGHT", chunks_in_flight)
     monkeypatch.setattr(tiles, "MIN_PROGRAMS_IN_FLIGHT", 1)
     monkeypatch.setattr(tiles, "MIN_SAMPLES_PER_PROGRAM_FLOAT32", 8)
+    stream_counts, fork_streams = [], launch.fork_streams
+
+    def record_stream_count(x, num_streams):
+        stream_counts.append(num_streams)
+        return fork_streams(x, num_streams)
+
+    monkeypatch.setattr(launch, "fork_streams", record_stream_count)
     assert_same_lists(plan_rows_by_kernels(SMALL_BLOCKS_CONFIG, q, k, key_ranges), expected)
+    assert stream_counts == [expected_chunks_in_flight]
 
 
 def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
